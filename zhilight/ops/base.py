@@ -15,7 +15,6 @@ B KV blocks, P tokens of a block, R rows that need logits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
