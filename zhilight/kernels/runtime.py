@@ -1,0 +1,104 @@
+"""What the host side of a kernel needs of its device: stream, scratch memory, counters and tensor maps.
+
+One Runtime a device and stream. Everything it hands out has an address that never moves, so captured graphs stay valid:
+scratch is one buffer that each operation reuses (operations of a stream follow each other), counters are zero between
+launches (a kernel that uses them leaves them at zero), tensor maps are made once for equal arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zhilight.driver.compiler import Capability
+from zhilight.driver.dtype import DType
+from zhilight.errors import OutOfMemory, ShapeError
+
+MAX_TENSOR_MAPS = 1 << 14
+TENSOR_MAP_BYTES = 128
+COUNTERS = 1 << 16
+
+
+class Runtime:
+    """See the module.
+
+    allocate(bytes) -> address gives memory for the life of the runtime, aligned to 256 bytes.
+    scratch_bytes is the largest workspace an operation may ask for (split-K and split-KV partials).
+    """
+
+    def __init__(self, stream: Any, capability: Capability, multiprocessors: int, allocate: Callable[[int], int],
+                 scratch_bytes: int = 256 << 20):
+        self.stream = stream
+        self.capability = capability
+        self.multiprocessors = multiprocessors
+        self.scratch_bytes = scratch_bytes
+        self._scratch = allocate(scratch_bytes)
+        self._counters = allocate(COUNTERS * 4)
+        self._zero(self._counters, COUNTERS)
+        self._map_memory = allocate(MAX_TENSOR_MAPS * TENSOR_MAP_BYTES)
+        self._maps: dict[tuple, int] = {}
+
+    def scratch(self, nbytes: int) -> int:
+        """Address of `nbytes` of uninitialised memory, valid for the operation being queued."""
+        if nbytes > self.scratch_bytes:
+            raise OutOfMemory(f"an operation needs {nbytes:,} bytes of scratch memory; the runtime has {self.scratch_bytes:,}. "
+                              "Lower max_num_batched_tokens.")
+        return self._scratch
+
+    def counters(self, count: int) -> int:
+        """Address of `count` uint32 zeros; the kernel must leave zeros (atom.inc wraps by itself)."""
+        if count > COUNTERS:
+            raise OutOfMemory(f"an operation needs {count:,} counters; the runtime has {COUNTERS:,}.")
+        return self._counters
+
+    def tensor_map(self, address: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+                   swizzle: int = 128) -> int:
+        """Device address of the tensor map of an array, for the bulk copy engine; made once for equal arguments.
+
+        shape and box are in elements, outermost first as NumPy has them; strides are in bytes, of all dimensions but the
+        innermost, which is contiguous. Reads outside the shape give zeros, writes are dropped. swizzle: 0, 32, 64 or 128.
+        """
+        key = (address, dtype.name, shape, strides, box, swizzle)
+        found = self._maps.get(key)
+        if found is None:
+            found = self._maps[key] = self._make_map(address, dtype, shape, strides, box, swizzle)
+        return found
+
+    def _make_map(self, address: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
+                  swizzle: int) -> int:
+        from cuda.bindings import driver
+
+        from zhilight.driver.device import check
+
+        if len(self._maps) == MAX_TENSOR_MAPS:
+            raise OutOfMemory(f"more than {MAX_TENSOR_MAPS} tensor maps; a caller makes a new one each step.")
+        if address % 16 or any(s % 16 for s in strides):
+            raise ShapeError("the bulk copy engine needs an address and strides that are multiples of 16 bytes, got "
+                             f"{address:#x} and {strides}")
+        kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+        kind = {"bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, "int32": kinds.CU_TENSOR_MAP_DATA_TYPE_INT32,
+                }.get(dtype.name, kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8)
+        tensor_map = check(driver.cuTensorMapEncodeTiled(
+            kind, len(shape), address,
+            [driver.cuuint64_t(n) for n in reversed(shape)], [driver.cuuint64_t(n) for n in reversed(strides)],
+            [driver.cuuint32_t(n) for n in reversed(box)], [driver.cuuint32_t(1)] * len(shape),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE), "cuTensorMapEncodeTiled")
+        import numpy as np
+
+        host = np.array([int(word) for word in tensor_map.opaque], dtype=np.uint64)
+        target = self._map_memory + len(self._maps) * TENSOR_MAP_BYTES
+        # a blocking copy: the map is in place before any kernel that is queued after this call
+        check(driver.cuMemcpyHtoD(target, host.ctypes.data, TENSOR_MAP_BYTES), "cuMemcpyHtoD")
+        return target
+
+    @staticmethod
+    def _zero(address: int, words: int) -> None:
+        from cuda.bindings import driver
+
+        from zhilight.driver.device import check
+
+        check(driver.cuMemsetD32(address, 0, words), "cuMemsetD32")
