@@ -73,7 +73,7 @@ class GGUFTokenizer:
 
 
 def build_gguf_tokenizer(metadata: dict[str, Any], source: str) -> GGUFTokenizer:
-    """Builds the tokenizer that `metadata` (see gguf_metadata) describes; `source` names the file in errors.
+    """Builds the tokenizer that `metadata` (see config.gguf) describes; `source` names the file in errors.
 
     Raises UnsupportedModel, naming the model kind or the pre-tokenizer, when it is not built.
     """

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zhilight.config.gguf import read_gguf
 from zhilight.errors import ConfigError, RequestError
 from zhilight.tokenization import chat_template as templating
-from zhilight.tokenization.gguf_metadata import read_gguf_header
 from zhilight.tokenization.gguf_tokenizer import build_gguf_tokenizer
 from zhilight.tokenization.sentencepiece_model import build_sentencepiece, read_sentencepiece_model
 from zhilight.tokenization.token_bytes import LeadingSpace, byte_rule
@@ -249,7 +249,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    metadata = read_gguf_header(path).metadata
+    metadata = read_gguf(path).metadata
     built = build_gguf_tokenizer(metadata, str(path))
     special = {f"{name}_token": token for name, i in built.special_ids.items() if (token := built.backend.id_to_token(i))}
     config = {"tokenizer_class": f"gguf:{metadata['tokenizer.ggml.model']}", "pre": metadata.get("tokenizer.ggml.pre"),
