@@ -86,17 +86,19 @@ def mark_added_tokens(backend: tokenizers.Tokenizer, vocabulary: Iterable[tuple[
 
 
 def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """The merges that sentencepiece's scores imply: every split of a piece into two pieces, best score first."""
-    mergeable = {piece: i for i, (piece, kind) in enumerate(zip(model.pieces, model.types, strict=True))
+    """The merges that sentencepiece's scores imply: every split of a piece into two pieces.
+
+    Best score first; of one piece's splits the one with the longest left part first, which is how sentencepiece, working
+    from left to right, meets them in a run of one character.
+    """
+    mergeable = {piece: score for piece, score, kind in zip(model.pieces, model.scores, model.types, strict=True)
                  if kind in (TokenType.NORMAL, TokenType.USER_DEFINED)}
     ranked = []
-    for piece, i in mergeable.items():
-        for at in range(1, len(piece)):
-            left, right = mergeable.get(piece[:at]), mergeable.get(piece[at:])
-            if left is not None and right is not None:
-                ranked.append((-model.scores[i], at, len(piece) - at, left, right, piece))
+    for piece, score in mergeable.items():
+        ranked += [(-score, -at, piece[:at], piece[at:]) for at in range(1, len(piece))
+                   if piece[:at] in mergeable and piece[at:] in mergeable]
     ranked.sort()
-    return [(piece[:at], piece[at:]) for _, at, _, _, _, piece in ranked]
+    return [(left, right) for _, _, left, right in ranked]
 
 
 def read_sentencepiece_model(path: Path) -> SentencePieceModel:
