@@ -78,9 +78,9 @@ class Tokenizer:
         try:
             # The batch call, unlike the single one, releases the interpreter's lock: other streams go on.
             (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens and not ours)
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the text holds a lone surrogate ({text[error.start]!r} at character {error.start}), which "
-                               "is not valid Unicode. Remove it.", param="prompt") from error
+        except TypeError as error:  # the package's word for text that is not valid Unicode
+            raise RequestError(f"the text is not valid Unicode: a lone surrogate stands at character {_surrogate(text)}. "
+                               "Remove it.", param="prompt") from error
         if not ours:
             return encoding.ids
         before = [self.bos_token_id] if self.settings.add_bos and self.bos_token_id is not None else []
@@ -144,6 +144,10 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         token = self.settings.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
+
+
+def _surrogate(text: str) -> int:
+    return next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), -1)
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
