@@ -108,6 +108,17 @@ def check(result: tuple, call: str, detail: str = "") -> Any:
     return result[1:] or None
 
 
+def driver_error(call: str, code: int, detail: str = "") -> DriverCallError:
+    """The error of a call that was made past cuda.bindings, from its numeric CUresult."""
+    from cuda.bindings.driver import CUresult
+
+    try:
+        name = CUresult(code).name
+    except ValueError:
+        name = f"CUresult {code}"
+    return DriverCallError(call, name, code, detail)
+
+
 @cache
 def _load() -> ModuleType:
     try:

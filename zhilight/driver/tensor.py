@@ -311,6 +311,7 @@ class Tensor:
         raise TypeError("a device Tensor does not turn into a NumPy array by itself; call to_host(stream).")
 
 
+@lru_cache(maxsize=4096)
 def _reshaped_strides(shape: Shape, strides: Shape, wanted: Shape) -> Shape | None:
     """Strides that show a strided array as `wanted` without a copy, or None where there are none.
 
