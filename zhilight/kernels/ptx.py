@@ -33,7 +33,8 @@ def _flatten(kind):
     return [] if kind == types.void else [kind]
 
 
-def _assemble(builder, assembly, results, arguments, argument_types, tied, memory):
+def assemble(builder, assembly, results, arguments, argument_types, tied=0, memory=True):
+    """Emit one inline assembly from inside an intrinsic's generator; returns its LLVM value."""
     outputs = ["=" + _OPERAND[t][1] for t in results]
     inputs = [str(i) if i < tied else _OPERAND[t][1] for i, t in enumerate(argument_types)]
     constraints = ",".join(outputs + inputs + (["~{memory}"] if memory else []))
@@ -65,7 +66,7 @@ def ptx(assembly, result, *parameters, memory=True, tied=0):
             else:
                 flat.append(argument)
                 kinds.append(kind)
-        value = _assemble(builder, assembly, results, flat, kinds, tied, memory)
+        value = assemble(builder, assembly, results, flat, kinds, tied, memory)
         if not results:
             return context.get_dummy_value()
         if not isinstance(result, types.BaseTuple):
@@ -90,7 +91,7 @@ def shared_address(typingctx, array):
     """The 32-bit shared-window address of a cuda.shared.array."""
     def generate(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return _assemble(builder, "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", [u32],
+        return assemble(builder, "{ .reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t; }", [u32],
                          [builder.ptrtoint(data, _I64)], [u64], 0, False)
 
     return u32(array), generate
@@ -115,6 +116,7 @@ load_global_v4 = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", U4, u64)
 load_readonly_v4 = ptx("ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];", U4, u64)
 load_stream_v4 = ptx("ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", U4, u64)
 """16 bytes that are read once: not kept in L1."""
+load_global_f32x4 = ptx("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", F4, u64)
 store_global_b16 = ptx("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", void, u64, u32)
 store_global_b32 = ptx("st.global.u32 [$0], $1;", void, u64, u32)
 store_global_f32 = ptx("st.global.f32 [$0], $1;", void, u64, f32)
@@ -209,6 +211,9 @@ mbarrier_arrive = ptx("mbarrier.arrive.shared.b64 _, [$0];", void, u32)
 mbarrier_arrive_cluster = ptx(
     "{ .reg .b32 t; mapa.shared::cluster.u32 t, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [t]; }", void, u32, u32)
 """Arrive at the barrier of the same address in block $1 of the cluster."""
+cluster_address = ptx("mapa.shared::cluster.u32 $0, $1, $2;", u32, u32, u32, memory=False)
+"""The cluster-wide address of shared address $1 in block $2 of the cluster."""
+store_cluster_f32x4 = ptx("st.shared::cluster.v4.f32 [$0], {$1,$2,$3,$4};", void, u32, f32, f32, f32, f32)
 mbarrier_wait = ptx("{ .reg .pred p; WAIT_${:uid}: mbarrier.try_wait.parity.shared.b64 p, [$0], $1; @p bra DONE_${:uid}; "
                     "bra WAIT_${:uid}; DONE_${:uid}: }", void, u32, u32)
 mbarrier_wait_cluster = ptx("{ .reg .pred p; WAIT_${:uid}: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1; "
@@ -316,7 +321,8 @@ def wgmma_shared(n: int, dtype: DType, transpose_b: bool = False):
     short, count = _SHORT[dtype.name], n // 2
     outputs = ",".join(f"${i}" for i in range(count))
     first = 2 * count
-    return ptx(f"{{ .reg .pred p; setp.ne.b32 p, ${first + 2}, 0; wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{short}.{short} "
+    return ptx(f"{{ .reg .pred p; setp.ne.b32 p, ${first + 2}, 0; "
+               f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{short}.{short} "
                f"{{{outputs}}}, ${first}, ${first + 1}, p, 1, 1, 0, {int(transpose_b)}; }}",
                accumulator(n), accumulator(n), u64, u64, i32, tied=count)
 
