@@ -1,0 +1,94 @@
+"""One sequence as the engine sees it, its states, and what is checked before it gets there."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zhilight.config.sampling import SamplingParams
+from zhilight.errors import RequestError
+
+
+class RequestState(enum.Enum):
+    """WAITING -> RUNNING -> FINISHED, with PREEMPTED (waiting again, its tokens kept) in between when KV runs out."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence. `tokens` [n] int32 holds its prompt and, while it waits after a preemption, what it had generated;
+    while it runs, the slot table has the tokens."""
+
+    handle: int
+    tokens: np.ndarray
+    params: SamplingParams
+    arrival: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    bad_words: list[list[int]] = field(default_factory=list)
+    grammar: Any = None
+    """State of the structured output's grammar, or None."""
+
+    state: RequestState = RequestState.WAITING
+    key: tuple[int, int] = (0, 0)
+    """Order of service: (priority, number of arrival). Set by the scheduler."""
+    slot: int = -1
+    prompt_len: int = 0
+    limit: int = 0
+    """Total length, prompt included, at which it ends for reason "length"."""
+    root: bytes = b""
+    hashes: list[bytes] = field(default_factory=list)
+    """Hashes of its full blocks, as far as they have been needed."""
+    prefill_end: int = 0
+    """Tokens to compute before it samples again: the prompt, or after a preemption all it had."""
+    cached_tokens: int = 0
+    prompt_logprobs_sent: int = 0
+    overtaken: int = 0
+    """Requests that came later and were admitted first."""
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.tokens)
+
+
+def validate_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> np.ndarray:
+    """The prompt as [n] int32. Raises RequestError, with the numbers, for a request that can never be served."""
+    try:
+        prompt = np.asarray(prompt_token_ids, np.int64)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise RequestError(f"The prompt is not a list of token ids: {error}.", param="prompt") from None
+    if prompt.ndim != 1 or not len(prompt):
+        raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
+    _check_ids(prompt, vocab_size, "prompt")
+    if len(prompt) >= max_model_len:
+        raise RequestError(
+            f"The prompt has {len(prompt)} tokens; the longest context is {max_model_len} and leaves no room for an output "
+            "token. Shorten the prompt or raise max_model_len.", param="prompt")
+    if params.max_tokens is not None and len(prompt) + params.max_tokens > max_model_len:
+        raise RequestError(
+            f"The prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}, together "
+            f"{len(prompt) + params.max_tokens}; the longest context is {max_model_len}. Shorten the prompt, lower max_tokens "
+            "or raise max_model_len.", param="max_tokens")
+    room = max_model_len - len(prompt)
+    if params.min_tokens > room:
+        raise RequestError(f"min_tokens is {params.min_tokens}; after the prompt of {len(prompt)} tokens the context of "
+                           f"{max_model_len} has room for {room}.", param="min_tokens")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        ids = getattr(params, name)
+        if ids:
+            _check_ids(np.asarray(list(ids), np.int64), vocab_size, name)
+    return prompt.astype(np.int32)
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int, param: str) -> None:
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        raise RequestError(f"{param} has token id {int(ids[outside.argmax()])}; the vocabulary is 0 to {vocab_size - 1}.", param=param)
