@@ -1,7 +1,7 @@
 """GGUF files: metadata and the table of tensors, read in one pass over the header.
 
 The `gguf` package's own reader makes a NumPy view of every string, 3 s for a vocabulary of 50,000; this one takes
-0.1 s. Nothing is dequantised here (`zhilight.weights.gguf` does that), and tensor data is only mapped, not read.
+0.1 s. Tensor data is mapped, not read, until `GGUFFile.rows` asks for some.
 
 Layout (GGUF versions 2 and 3, little-endian): magic "GGUF", version u32, tensor count u64, metadata count u64; the
 metadata as key, type, value; the tensors as name, rank u32, dimensions u64 (fastest first), type u32, offset u64; then,
@@ -45,14 +45,35 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
-    def data(self, tensor: GGUFTensor, nbytes: int) -> np.ndarray:
-        """The tensor's `nbytes` raw bytes, mapped read-only. Raises CheckpointError when the file is too short."""
-        size = self.path.stat().st_size
-        if tensor.offset + nbytes > size:
-            raise CheckpointError(
-                f"{self.path}: tensor {tensor.name} ends at byte {tensor.offset + nbytes} but the file has {size}: "
-                "it is cut short. Download it again.")
-        return np.memmap(self.path, np.uint8, "r", tensor.offset, (nbytes,))
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows start .. stop of a tensor, dequantised to float32; a one-dimensional tensor is one row.
+
+        Raises CheckpointError when the gguf package cannot dequantise the type, or the file is cut short.
+        """
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        tensor = self.tensors[name]
+        try:
+            kind = GGMLQuantizationType(tensor.type)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+        except (ValueError, KeyError):
+            raise CheckpointError(f"{self.path}: tensor {name} has the unknown ggml type {tensor.type}. "
+                                  "A newer gguf package may know it.") from None
+        columns, count = tensor.shape[-1], int(np.prod(tensor.shape[:-1], dtype=np.int64))
+        stop = count if stop is None else min(stop, count)
+        row_bytes = columns // block * block_bytes
+        size, end = self.path.stat().st_size, tensor.offset + count * row_bytes
+        if end > size:
+            raise CheckpointError(f"{self.path}: tensor {name} ends at byte {end} but the file has {size}: "
+                                  "it is cut short. Download it again.")
+        data = np.memmap(self.path, np.uint8, "r", tensor.offset + start * row_bytes, (stop - start, row_bytes))
+        try:
+            values = dequantize(data, kind)
+        except NotImplementedError as error:
+            raise CheckpointError(f"{self.path}: tensor {name} has type {kind.name}, which the gguf package cannot "
+                                  "dequantise. Take the file in another quantisation, such as Q4_K_M.") from error
+        return values.reshape((columns,) if len(tensor.shape) == 1 else (stop - start, columns))
 
 
 def read_gguf(path: str | Path) -> GGUFFile:

@@ -57,6 +57,18 @@ class ModelConfig:
     raw: dict[str, Any] = field(default_factory=dict, repr=False)
     """The whole config, for keys that only one architecture reads."""
 
+    @property
+    def max_context_len(self) -> int:
+        """Positions the model reaches with its rope scaling: the default and the upper limit of max_model_len.
+
+        linear, dynamic and yarn stretch the original length by `factor`; llama3 and longrope checkpoints state the
+        stretched length as max_position_embeddings.
+        """
+        if self.rope.kind not in ("linear", "dynamic", "yarn"):
+            return self.max_position_embeddings
+        original = self.rope.parameters.get("original_max_position_embeddings") or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(original * (self.rope.parameters.get("factor") or 1)))
+
     def layer_window(self, layer: int) -> int | None:
         """The sliding window of layer `layer`, or None for full attention."""
         if self.sliding_window is None:

@@ -148,6 +148,18 @@ class Ops(ABC):
     def upload(self, target: Array, source: np.ndarray) -> None:
         """Copy a host array of the same shape into `target` (or a view of it), converting to its dtype."""
 
+    def fill_random(self, target: Array, scale: float, seed: int, mean: float = 0.0) -> None:
+        """Fill a parameter with normal numbers of standard deviation `scale`: one block of at most 2 Mi values, repeated.
+
+        For benchmarks (load_format=dummy): the copy is the cost, not the drawing.
+        """
+        flat = target.reshape(-1)
+        size = flat.shape[0]
+        block = np.random.default_rng(seed).standard_normal(min(size, 1 << 21), np.float32)
+        block = (block * np.float32(scale) + np.float32(mean)).astype(self.dtype.numpy)
+        for start in range(0, size, block.size):
+            self.upload(flat[start:start + block.size], block[:size - start])
+
     @abstractmethod
     def download(self, source: Array) -> np.ndarray:
         """Wait for the queued work and return a host copy (bf16 arrives as ml_dtypes.bfloat16)."""

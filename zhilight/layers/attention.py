@@ -1,0 +1,30 @@
+"""Grouped-query attention over the paged cache: fused q, k, v product, rotation and cache write, output product."""
+
+from __future__ import annotations
+
+from zhilight.config.model import ModelConfig
+from zhilight.layers.linear import Linear
+from zhilight.layers.module import Module, Shard
+from zhilight.layers.rotary import Rotary
+from zhilight.ops.base import Array, Step
+
+
+class Attention(Module):
+    """One layer's attention. `rotary` is shared by all layers of a model."""
+
+    def __init__(self, name: str, config: ModelConfig, layer: int, rotary: Rotary):
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.scale = config.head_dim ** -0.5
+        self.window = config.layer_window(layer)
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv = Linear({f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size},
+                          config.hidden_size, config.qkv_bias, Shard.ROWS)
+        self.output = Linear({f"{name}.o_proj": config.hidden_size}, q_size, config.output_bias, Shard.COLUMNS)
+        self.rotary = rotary
+
+    def forward(self, step: Step, hidden: Array, kv_cache: Array, out: Array | None = None) -> Array:
+        """hidden [tokens, hidden_size] -> the same shape; writes this step's K and V into kv_cache."""
+        qkv = self.qkv(hidden)
+        self.ops.rotary_and_cache(qkv, step, self.rotary.cos_sin.array, kv_cache, self.num_heads, self.num_kv_heads)
+        context = self.ops.attention(qkv, step, kv_cache, self.num_heads, self.num_kv_heads, self.scale, self.window)
+        return self.output(context, out=out)

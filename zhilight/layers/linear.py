@@ -1,0 +1,59 @@
+"""Linear layers over one or several stacked checkpoint tensors.
+
+A Linear owns its parameters and its forward pass: a quantised one is another class with the same three methods'
+signatures, and a model does not see the difference.
+"""
+
+from __future__ import annotations
+
+from zhilight.layers.module import Module, Parameter, Part, Shard
+from zhilight.ops.base import Array
+
+
+class Linear(Module):
+    """y = x @ weight.T + bias.
+
+    outputs: checkpoint name -> rows, stacked in that order ({"...q_proj": 576, "...k_proj": 192, ...}).
+    shard: ROWS splits the outputs over ranks, COLUMNS the inputs (the results are then to be summed).
+    """
+
+    def __init__(self, outputs: dict[str, int], in_features: int, bias: bool = False, shard: Shard = Shard.NONE):
+        rows = _stacked(outputs)
+        total = sum(outputs.values())
+        self.weight = Parameter((total, in_features), [Part(f"{name}.weight", rows[name]) for name in outputs],
+                                shard=shard)
+        self.bias = None
+        if bias:
+            bias_shard = Shard.ROWS if shard is Shard.ROWS else Shard.NONE
+            self.bias = Parameter((total,), [Part(f"{name}.bias", rows[name]) for name in outputs], shard=bias_shard)
+
+    def forward(self, x: Array, out: Array | None = None) -> Array:
+        """x [tokens, in_features] -> [tokens, out_features]."""
+        return self.ops.linear(x, self.weight.array, self.bias.array if self.bias else None, out=out)
+
+
+class GatedLinear(Module):
+    """silu(x @ gate.T) * (x @ up.T): one product whose rows are gate and up in turn, as `Ops.linear_silu_mul` wants."""
+
+    def __init__(self, gate: str, up: str, in_features: int, out_features: int, bias: bool = False):
+        rows = {gate: slice(0, None, 2), up: slice(1, None, 2)}
+        self.weight = Parameter((2 * out_features, in_features),
+                                [Part(f"{name}.weight", rows[name]) for name in rows], shard=Shard.ROWS)
+        self.bias = None
+        if bias:
+            self.bias = Parameter((2 * out_features,), [Part(f"{name}.bias", rows[name]) for name in rows],
+                                  shard=Shard.ROWS)
+
+    def forward(self, x: Array, out: Array | None = None) -> Array:
+        """x [tokens, in_features] -> [tokens, out_features]."""
+        return self.ops.linear_silu_mul(x, self.weight.array, self.bias.array if self.bias else None, out=out)
+
+
+def _stacked(outputs: dict[str, int]) -> dict[str, slice]:
+    if len(outputs) == 1:
+        return dict.fromkeys(outputs, slice(None))
+    rows, start = {}, 0
+    for name, count in outputs.items():
+        rows[name] = slice(start, start + count)
+        start += count
+    return rows
