@@ -137,6 +137,8 @@ atomic_add_u32 = ptx("atom.global.gpu.add.u32 $0, [$1], $2;", u32, u64, u32)
 atomic_add_acq_rel_u32 = ptx("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, u64, u32)
 atomic_inc_acq_rel_u32 = ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", u32, u64, u32)
 """Counts to $2 and wraps to 0, so that a counter is ready for the next launch without a memset."""
+prefetch_l2 = ptx("prefetch.global.L2 [$0];", void, u64)
+"""Ask a line (128 bytes) into L2; waits for nothing."""
 reduce_add_f32 = ptx("red.global.gpu.add.f32 [$0], $1;", void, u64, f32)
 fence_gpu = ptx("fence.acq_rel.gpu;", void)
 
