@@ -10,7 +10,14 @@ from collections.abc import Iterator
 
 from zhilight.driver.compiler import Capability, Kernel
 
-MODULES = ()
+MODULES = (
+    "activation",
+    "embedding",
+    "logprobs",
+    "norm",
+    "rotary",
+    "sampling",
+)
 """Names of the modules in zhilight.kernels that hold kernels."""
 
 

@@ -177,6 +177,17 @@ def unpack(dtype: DType):
 # ---- warp and block -------------------------------------------------------------------------------------------------
 
 FULL_WARP = 0xFFFFFFFF
+
+
+def _shuffle_u64(mode: str, clamp: int):
+    """Both halves of a 64-bit value through the warp; numba's own shuffles know no uint64."""
+    move = "; ".join(f"shfl.sync.{mode}.b32 {half}, {half}, $2, {clamp}, 0xffffffff" for half in ("lo", "hi"))
+    return ptx("{ .reg .b32 lo, hi; mov.b64 {lo, hi}, $1; " + move + "; mov.b64 $0, {lo, hi}; }", u64, u64, u32)
+
+
+shuffle_xor_u64 = _shuffle_u64("bfly", 31)
+shuffle_up_u64 = _shuffle_u64("up", 0)
+shuffle_u64 = _shuffle_u64("idx", 31)
 elect_one = ptx("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 $0, 1, 0, p; }", u32)
 """1 in one lane of the (converged) warp. sm_90."""
 named_barrier = ptx("bar.sync $0, $1;", void, u32, u32)
