@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -189,7 +189,7 @@ class EngineCore:
         if self._structured:
             self._advance_grammars(result.handles, result.tokens)
         for request, reason, stop in result.finished:
-            self._finish(request, Finished(request.handle, reason, stop))
+            self._finish(request, Finished(request.handle, reason, stop, stop_token=reason == "stop"))
 
     def _finish(self, request: Request, finished: Finished) -> None:
         if self._requests.pop(request.handle, None) is None:
@@ -223,6 +223,10 @@ class EngineCore:
         self.pool.reset_cache()  # blocks are known by hash before their KV is computed
 
     # ---- grammars ---------------------------------------------------------------------------------------------
+
+    def wait_for_grammars(self) -> None:
+        """Block until one of the grammars being compiled is ready; returns at once when there are none."""
+        wait([future for _, future in self._compiling.values()], return_when=FIRST_COMPLETED)
 
     def _compile(self, structured: Any) -> Any:
         if self._compile_grammar is None:

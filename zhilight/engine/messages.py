@@ -86,13 +86,17 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence ended: reason is stop, length, error or refused (it never ran; `param` names the field at fault)."""
+    """A sequence ended: reason is stop, length, error or refused (it never ran; `param` names the field at fault).
+
+    stop_token: its last token is an end-of-sequence or stop token; stop_reason names the latter.
+    """
 
     handle: int
     reason: str
     stop_reason: int | None = None
     error: str | None = None
     param: str | None = None
+    stop_token: bool = False
 
 
 class StepOutput(msgspec.Struct, tag=True, array_like=True):

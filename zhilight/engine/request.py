@@ -91,4 +91,5 @@ def validate_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, voc
 def _check_ids(ids: np.ndarray, vocab_size: int, param: str) -> None:
     outside = (ids < 0) | (ids >= vocab_size)
     if outside.any():
-        raise RequestError(f"{param} has token id {int(ids[outside.argmax()])}; the vocabulary is 0 to {vocab_size - 1}.", param=param)
+        raise RequestError(f"{param} has token id {int(ids[outside.argmax()])}; the vocabulary is 0 to {vocab_size - 1}.",
+                           param=param)

@@ -201,7 +201,8 @@ class Scheduler:
 
     # ---- admission --------------------------------------------------------------------------------------------
 
-    def _admit(self, budget: int, chunks: list[Chunk], prompt_rows: _PromptRowBuilder, requests: list[Request]) -> list[Request]:
+    def _admit(self, budget: int, chunks: list[Chunk], prompt_rows: _PromptRowBuilder,
+               requests: list[Request]) -> list[Request]:
         assigned: list[Request] = []
         waiting, table = self.waiting, self.table
         if self.hold_admissions or not waiting or not table.free or budget <= 0:
