@@ -5,6 +5,7 @@ Both faces of the engine use it: the offline one beside the engine, the async on
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,8 @@ from zhilight.engine.outputs import CompletionOutput, PositionLogprobs, RequestM
 from zhilight.errors import RequestError
 from zhilight.tokenization.detokenizer import Detokenizer
 from zhilight.tokenization.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Choice:
@@ -70,6 +73,11 @@ class Choice:
         if finished is not None:
             self._end(finished.reason, finished.stop_reason)
         return False
+
+    def fail(self) -> None:
+        """End it with an error on this side."""
+        if self.finish_reason is None:
+            self._end("error", None)
 
     def cancel(self) -> None:
         """End it as aborted, with the text held back so far."""
@@ -257,7 +265,13 @@ class Collector:
                 request.refused = RequestError(finished.error or "refused", param=finished.param)
             if finished is not None and finished.error is not None:
                 request.error = finished.error
-            if choice.settle(finished):
+            try:
+                if choice.settle(finished):
+                    stopped.append(choice.handle)
+            except Exception as error:  # one request's text must not end the others'
+                logger.exception("The output of request %s cannot be made", request.request_id)
+                request.error = f"{type(error).__name__}: {error}"
+                choice.fail()
                 stopped.append(choice.handle)
             if choice.num_tokens:
                 metrics.first_token = metrics.first_token or now

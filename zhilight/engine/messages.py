@@ -42,11 +42,18 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
     handles: list[int]
 
 
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """The first message: bring the engine up. `log_level` is that of the logging module."""
+
+    config: EngineConfig
+    log_level: int
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """End the engine process now."""
 
 
-ToEngine = Add | Embed | Abort | Shutdown
+ToEngine = Start | Add | Embed | Abort | Shutdown
 
 # ---- from the engine ------------------------------------------------------------------------------------------------
 
@@ -121,11 +128,11 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     num_kv_blocks: int
 
 
-class StartFailed(msgspec.Struct, tag=True, array_like=True):
-    """The engine could not start: the error's class name in zhilight.errors (or another), and its message."""
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The engine cannot start or cannot go on, and ends: the error's class name, of zhilight.errors or another, and message."""
 
     kind: str
     message: str
 
 
-FromEngine = StepOutput | Ready | StartFailed
+FromEngine = StepOutput | Ready | Failed

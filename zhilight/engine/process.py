@@ -1,0 +1,225 @@
+"""The engine process: `python -m zhilight.engine.process FOLDER`, started by `EngineProcess` and by nobody else.
+
+It speaks msgpack over two sockets in a private folder. It sleeps in poll() while there is nothing to do, ignores SIGINT
+and SIGTERM (its parent decides when it ends), and ends when its standard input closes, that is with its parent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from zhilight.engine.core import EngineCore
+from zhilight.engine.messages import Abort, Add, Embed, EngineStats, Failed, Ready, Start, StepOutput, ToEngine
+from zhilight.engine.startup import start_engine
+
+logger = logging.getLogger(__name__)
+
+STATS_PERIOD = 0.2
+"""Seconds between two statistics in the messages to the front, while there is work."""
+_LONGEST_FOLDER = 80
+"""Characters: the address of a Unix socket has 107, its own name included."""
+
+
+def encode_other(value: Any) -> Any:
+    """For msgspec: NumPy numbers and arrays, which a checkpoint's metadata may hold."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+
+
+class EngineProcess:
+    """The parent's handle of an engine process: its folder with the sockets' addresses, and the child itself."""
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        self.folder = tempfile.mkdtemp(prefix="zhilight-", dir=base if len(base) < _LONGEST_FOLDER else "/tmp")
+        self._child: subprocess.Popen | None = None
+
+    @property
+    def to_engine(self) -> str:
+        return f"ipc://{self.folder}/to-engine"
+
+    @property
+    def from_engine(self) -> str:
+        return f"ipc://{self.folder}/from-engine"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    def spawn(self) -> None:
+        """Start the child. A session of its own keeps the terminal's Ctrl-C from it."""
+        package = str(Path(__file__).resolve().parents[2])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "zhilight.engine.process", self.folder], stdin=subprocess.PIPE, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+
+    def wait(self) -> int:
+        """Block until the child has ended; its exit code, negative for a signal."""
+        return self._child.wait()
+
+    def exit_reason(self) -> str:
+        code = self._child.poll()
+        if code is None:
+            return "it still runs"
+        return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
+
+    def end(self, patience: float = 5.0) -> None:
+        """Wait `patience` seconds for the child to end by itself, then kill it. Removes the folder."""
+        if self._child is not None:
+            try:
+                self._child.wait(patience)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+            self._child.stdin.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class EngineServer:
+    """The child's loop between the sockets and the engine core."""
+
+    def __init__(self, core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket, stats_interval: float):
+        self._core = core
+        self._inbox = inbox
+        self._outbox = outbox
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
+        self._log = StatsLog(stats_interval)
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        core.on_compiled = lambda: os.write(self._wake_write, b".")
+        self._poller = zmq.Poller()
+        self._poller.register(inbox, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._stats_sent = 0.0
+
+    def run(self) -> None:
+        """Until a Shutdown message."""
+        core = self._core
+        while True:
+            if not core.has_work:
+                self._sleep()
+            if not self._receive():
+                return
+            if core.has_work:
+                out = core.step()
+                self._send(out)
+
+    def _sleep(self) -> None:
+        self._core.idle()
+        for ready, _ in self._poller.poll():
+            if ready == self._wake_read:
+                os.read(self._wake_read, 4096)
+
+    def _receive(self) -> bool:
+        """Take in all messages that are there; False when it is time to end."""
+        while True:
+            try:
+                message = self._decoder.decode(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return True
+            match message:
+                case Add():
+                    self._core.add(message)
+                case Embed():
+                    self._core.embed(message)
+                case Abort():
+                    self._core.abort(message)
+                    if not self._core.has_work:
+                        self._send(StepOutput())
+                case _:
+                    return False
+
+    def _send(self, out: StepOutput) -> None:
+        now = time.monotonic()
+        if now - self._stats_sent >= STATS_PERIOD or not self._core.has_work:
+            self._stats_sent = now
+            out.stats = self._core.stats()
+            self._log.offer(out.stats, now)
+        self._outbox.send(self._encoder.encode(out))
+
+
+class StatsLog:
+    """Writes a statistics line every `interval` seconds in which something ran; 0 is silent."""
+
+    def __init__(self, interval: float):
+        self._interval = interval
+        self._since = time.monotonic()
+        self._last = EngineStats()
+
+    def offer(self, stats: EngineStats, now: float) -> None:
+        seconds = now - self._since
+        if not self._interval or seconds < self._interval:
+            return
+        last = self._last
+        queried = stats.prefix_query_tokens - last.prefix_query_tokens
+        hit = (stats.prefix_hit_tokens - last.prefix_hit_tokens) / queried if queried else 0.0
+        steps = max(stats.steps - last.steps, 1)
+        logger.info(
+            "%d running, %d waiting, KV %.1f %%, prefix hits %.1f %%, prompt %.0f tokens/s, output %.0f tokens/s, "
+            "%d preemptions, a step: schedule %.2f ms, host %.2f ms, device %.2f ms",
+            stats.running, stats.waiting, 100 * stats.kv_usage, 100 * hit,
+            (stats.prompt_tokens - last.prompt_tokens) / seconds, (stats.generation_tokens - last.generation_tokens) / seconds,
+            stats.preemptions - last.preemptions,
+            *(1e3 * (getattr(stats, name) - getattr(last, name)) / steps
+              for name in ("schedule_seconds", "host_seconds", "device_seconds")))
+        self._since = now
+        self._last = msgspec.structs.replace(stats)
+
+
+def main(folder: str) -> int:
+    """Serve until told to stop; the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.rcvhwm = outbox.sndhwm = 0
+    outbox.linger = 2000
+    inbox.connect(f"ipc://{folder}/to-engine")
+    outbox.connect(f"ipc://{folder}/from-engine")
+    encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
+    try:
+        start = msgspec.msgpack.decode(inbox.recv(), type=ToEngine)
+        if not isinstance(start, Start):
+            return 0
+        logging.basicConfig(level=start.log_level, format="%(levelname)s %(asctime)s engine[%(process)d] %(message)s")
+        engine = start_engine(start.config)
+        outbox.send(encoder.encode(Ready(engine.config, engine.model_config, engine.max_model_len, engine.num_kv_blocks)))
+        EngineServer(engine.core, inbox, outbox, start.config.stats_interval).run()
+        engine.core.close()
+        return 0
+    except Exception as error:
+        logger.error("The engine ends: %s", error, exc_info=error)
+        outbox.send(encoder.encode(Failed(type(error).__name__, str(error))))
+        return 1
+    finally:
+        outbox.close()
+        inbox.close(0)
+        context.term()
+
+
+def _end_with_parent() -> None:
+    """Standard input is a pipe from the parent: it ends when the parent does, however that happens."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
