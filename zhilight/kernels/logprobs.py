@@ -3,7 +3,7 @@
     logprob[r] = logits[r, token[r]] - log(sum(exp(logits[r])))        rank[r] = 1 + |{i : logits[r, i] > logits[r, token[r]]}|
     top_ids[r], top_logprobs[r] : the N most probable, most probable first, lower ids first among equals
 
-logits [R, V] float32, contiguous; token_ids [R] int32; N <= 32.
+logits [R, V] float32, rows may be strided; token_ids [R] int32; N <= 32.
 
 Grid     one block of 1024 threads a row
 Method   one pass for the maximum and the sum; one for the rank; radix selection (11, 11, 10 bits) for the N-th largest
@@ -30,7 +30,7 @@ _NEGATIVE_INFINITY = 0xFF800000
 
 
 @kernel_factory
-def logprobs_kernel(vocab_size: int, num_top: int) -> Kernel:
+def logprobs_kernel(vocab_size: int, stride: int, num_top: int) -> Kernel:
     warps = THREADS // 32
 
     @kernel(threads=THREADS, fastmath=False)
@@ -41,7 +41,7 @@ def logprobs_kernel(vocab_size: int, num_top: int) -> Kernel:
         histogram = cuda.shared.array(BINS, types.int32)
         found = cuda.shared.array(MAX_TOP, types.uint64)
         number = cuda.shared.array(4, types.int32)
-        row = i64(cuda.blockIdx.x) * i64(vocab_size)
+        row = i64(cuda.blockIdx.x) * i64(stride)
         thread = i32(cuda.threadIdx.x)
         lane = thread % i32(32)
         chosen = logits[row + i64(token_ids[cuda.blockIdx.x])]
@@ -177,14 +177,14 @@ def logprobs(runtime: Runtime, logits: Any, token_ids: Any, chosen: Any, ranks: 
     """See the module: chosen [R] float32, ranks [R] int32, top_ids [R, N] int32, top_logprobs [R, N] float32 are written."""
     rows, vocab = logits.shape
     num_top = top_ids.shape[1]
-    if logits.strides != (vocab, 1) or num_top > min(MAX_TOP, vocab):
-        raise ShapeError(f"logits are {logits.shape}, strides {logits.strides}, N is {num_top}; they must be contiguous, "
+    if logits.strides[1] != 1 or num_top > min(MAX_TOP, vocab):
+        raise ShapeError(f"logits are {logits.shape}, strides {logits.strides}, N is {num_top}; a row must be contiguous, "
                          f"and N at most {min(MAX_TOP, vocab)}")
     if rows:
-        logprobs_kernel(vocab, num_top).launch(rows, logits, token_ids, chosen, ranks, top_ids, top_logprobs,
+        logprobs_kernel(vocab, logits.strides[0], num_top).launch(rows, logits, token_ids, chosen, ranks, top_ids, top_logprobs,
                                                stream=runtime.stream)
 
 
 def catalogue() -> Iterator[Kernel]:
-    yield logprobs_kernel(128256, 0)
-    yield logprobs_kernel(128256, 20)
+    yield logprobs_kernel(128256, 128256, 0)
+    yield logprobs_kernel(122753, 122760, 20)

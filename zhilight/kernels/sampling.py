@@ -1,6 +1,6 @@
 """Choosing tokens on the device, without sorting the vocabulary and without a host round trip.
 
-    logits [R, V] float32, contiguous. Order of the filters: penalties, bias, mask; greedy rows take the argmax, the others
+    logits [R, V] float32, rows may be strided. Order: penalties, bias, mask; greedy rows take the argmax, the others
     divide by temperature, keep top_k, then the smallest set of probability >= top_p, then min_p, and draw.
 
 Launches, each only when a row needs it:
@@ -91,7 +91,7 @@ def philox_word(seed, position):
 
 
 @kernel_factory
-def penalise_kernel(vocab_size: int, penalties: bool) -> Kernel:
+def penalise_kernel(vocab_size: int, stride: int, penalties: bool) -> Kernel:
     words = -(-vocab_size // 32)
 
     @kernel(threads=THREADS, fastmath=False)
@@ -102,7 +102,7 @@ def penalise_kernel(vocab_size: int, penalties: bool) -> Kernel:
         token = i32(cuda.blockIdx.x) * i32(CHUNK) + i32(cuda.threadIdx.x)
         last = min(i32(vocab_size), (i32(cuda.blockIdx.x) + i32(1)) * i32(CHUNK))
         while token < last:
-            value = logits[row * i64(vocab_size) + i64(token)]
+            value = logits[row * i64(stride) + i64(token)]
             if penalties:
                 slot = i64(slots[row])
                 if slot >= i64(0):
@@ -115,25 +115,25 @@ def penalise_kernel(vocab_size: int, penalties: bool) -> Kernel:
                             value = value * repetition[row]
                     if count > i32(0):
                         value = value - presence[row] - frequency[row] * f32(count)
-            out[row * i64(vocab_size) + i64(token)] = value
+            out[row * i64(stride) + i64(token)] = value
             token += i32(THREADS)
 
     return penalise
 
 
 @kernel_factory
-def add_bias_kernel(vocab_size: int) -> Kernel:
+def add_bias_kernel(stride: int) -> Kernel:
     @kernel(threads=THREADS, fastmath=False)
     def add_bias(logits: Pointer(float32), rows: Pointer(int32), ids: Pointer(int32), values: Pointer(float32), count: i32):
         i = i32(cuda.blockIdx.x) * i32(THREADS) + i32(cuda.threadIdx.x)
         if i < count:
-            reduce_add_f32(address(logits) + u64(i64(rows[i]) * i64(vocab_size) + i64(ids[i])) * u64(4), values[i])
+            reduce_add_f32(address(logits) + u64(i64(rows[i]) * i64(stride) + i64(ids[i])) * u64(4), values[i])
 
     return add_bias
 
 
 @kernel_factory
-def argmax_kernel(vocab_size: int, masked: bool) -> Kernel:
+def argmax_kernel(vocab_size: int, stride: int, masked: bool) -> Kernel:
     chunks = -(-vocab_size // CHUNK)
     words = -(-vocab_size // 32)
     warps = THREADS // 32
@@ -151,12 +151,12 @@ def argmax_kernel(vocab_size: int, masked: bool) -> Kernel:
         last = min(i32(vocab_size), (chunk + i32(1)) * i32(CHUNK))
         found = u64(0)
         while token < last:
-            value = logits[row * i64(vocab_size) + i64(token)]
+            value = logits[row * i64(stride) + i64(token)]
             if masked:
                 allowed = (mask[row * i64(words) + i64(token >> i32(5))] >> u32(token & i32(31))) & u32(1)
                 if allowed == u32(0):
                     value = float_of_bits(u32(_NEGATIVE_INFINITY))
-                    logits[row * i64(vocab_size) + i64(token)] = value
+                    logits[row * i64(stride) + i64(token)] = value
             found = max(found, (u64(ordered_key(value)) << u64(32)) | u64(u32(0xFFFFFFFF) - u32(token)))
             token += i32(THREADS)
         for step in (16, 8, 4, 2, 1):
@@ -188,7 +188,7 @@ def argmax_kernel(vocab_size: int, masked: bool) -> Kernel:
 
 
 @kernel_factory
-def compact_kernel(vocab_size: int) -> Kernel:
+def compact_kernel(vocab_size: int, stride: int) -> Kernel:
     chunks = -(-vocab_size // CHUNK)
     warps = THREADS // 32
 
@@ -213,7 +213,7 @@ def compact_kernel(vocab_size: int) -> Kernel:
             token = chunk * i32(CHUNK) + i32(tile * THREADS) + thread
             value = float_of_bits(u32(_NEGATIVE_INFINITY))
             if token < i32(vocab_size):
-                value = logits[row * i64(vocab_size) + i64(token)]
+                value = logits[row * i64(stride) + i64(token)]
             kept = token < i32(vocab_size) and value >= cutoff and value > float_of_bits(u32(_NEGATIVE_INFINITY))
             votes = u32(cuda.ballot_sync(u32(FULL_WARP), kept))
             if lane == i32(0):
@@ -467,9 +467,10 @@ def sample(runtime: Runtime, logits: Any, batch: Any, token_ids: Any, work: Any)
     Raises ShapeError when shapes disagree.
     """
     rows, vocab = logits.shape
-    if logits.strides != (vocab, 1) or token_ids.shape != (rows,):
-        raise ShapeError(f"logits are {logits.shape}, strides {logits.strides}, token_ids {token_ids.shape}; "
-                         "they must be [R, V], contiguous, and [R]")
+    stride = logits.strides[0]
+    if logits.strides[1] != 1 or work.strides != logits.strides or token_ids.shape != (rows,):
+        raise ShapeError(f"logits are {logits.shape}, strides {logits.strides}, work {work.strides}, token_ids "
+                         f"{token_ids.shape}; they must be [R, V] of equal strides and [R]")
     if not rows:
         return
     stream, chunks = runtime.stream, -(-vocab // CHUNK)
@@ -477,22 +478,23 @@ def sample(runtime: Runtime, logits: Any, batch: Any, token_ids: Any, work: Any)
     if penalties or work.address != logits.address:
         arguments = ((batch.slots, batch.repetition, batch.presence, batch.frequency, batch.prompt_mask, batch.output_counts)
                      if penalties else (0,) * 6)
-        penalise_kernel(vocab, penalties).launch((chunks, rows, 1), logits, work, *arguments, stream=stream)
+        penalise_kernel(vocab, stride, penalties).launch((chunks, rows, 1), logits, work, *arguments, stream=stream)
     if batch.bias_rows is not None and batch.bias_rows.shape[0]:
         count = batch.bias_rows.shape[0]
-        add_bias_kernel(vocab).launch(-(-count // THREADS), work, batch.bias_rows, batch.bias_ids, batch.bias_values, count,
+        add_bias_kernel(stride).launch(-(-count // THREADS), work, batch.bias_rows, batch.bias_ids, batch.bias_values, count,
                                       stream=stream)
     candidates_bytes = 0 if batch.all_greedy else rows * chunks * CHUNK * 8
     best = runtime.scratch(rows * chunks * 12 + 256 + candidates_bytes)
     counts = best + rows * chunks * 8
     candidates = (counts + rows * chunks * 4 + 255) // 256 * 256
     masked = batch.allowed_mask is not None
-    argmax_kernel(vocab, masked).launch((chunks, rows, 1), work, batch.allowed_mask if masked else 0, best, token_ids,
-                                        runtime.counters(rows), stream=stream)
+    argmax_kernel(vocab, stride, masked).launch((chunks, rows, 1), work, batch.allowed_mask if masked else 0, best, token_ids,
+                                                runtime.counters(rows), stream=stream)
     if not batch.all_greedy:
-        compact_kernel(vocab).launch((chunks, rows, 1), work, batch.temperature, best, candidates, counts, stream=stream)
-        draw_kernel(vocab).launch(rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions,
-                                  best, candidates, counts, token_ids, stream=stream)
+        compact_kernel(vocab, stride).launch((chunks, rows, 1), work, batch.temperature, best, candidates, counts,
+                                             stream=stream)
+        draw_kernel(vocab).launch(rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds,
+                                  batch.positions, best, candidates, counts, token_ids, stream=stream)
 
 
 def count_tokens(runtime: Runtime, output_counts: Any, slots: Any, token_ids: Any) -> None:
@@ -505,11 +507,11 @@ def count_tokens(runtime: Runtime, output_counts: Any, slots: Any, token_ids: An
 
 def catalogue() -> Iterator[Kernel]:
     vocab = 128256
-    yield penalise_kernel(vocab, True)
-    yield penalise_kernel(vocab, False)
+    yield penalise_kernel(vocab, vocab, True)
+    yield penalise_kernel(vocab, vocab, False)
     yield add_bias_kernel(vocab)
-    yield argmax_kernel(vocab, False)
-    yield argmax_kernel(vocab, True)
-    yield compact_kernel(vocab)
+    yield argmax_kernel(vocab, vocab, False)
+    yield argmax_kernel(122753, 122760, True)
+    yield compact_kernel(vocab, vocab)
     yield draw_kernel(vocab)
     yield count_tokens_kernel(vocab)
