@@ -1,0 +1,347 @@
+"""Dense GEMM on Hopper: out[M, N] = x[M, K] @ weight[N, K]^T (+ bias[N]), for more than a few tokens.
+
+x [M, K] and weight [N, K] bf16 or fp16, rows contiguous, rows of x may be strided; sums in float32. out [M, N] in x's type, or
+float32 times `scale` (logits). With silu_mul, out [M, N / 2] = silu(y[:, 0::2]) * y[:, 1::2]: gate and up rows lie
+interleaved in weight. N and K are multiples of 8 (N of 16 with silu_mul), M is any number up to 2^20.
+
+A block computes tiles of 128 x tile_n: one producer thread feeds a ring of shared-memory stages (64 of K each) through the
+bulk tensor copy engine, two consumer warpgroups of 64 rows each issue wgmma, mbarriers hand the stages over. The grid is
+persistent, tiles in groups that share rows and columns in L2. Work is spread over blocks in three ways (gemm_sm90_tiles):
+  share 2: two blocks of a cluster take neighbouring row tiles; each loads half of the weight tile and multicasts it to both.
+  split S: the S blocks of a cluster split K and add their parts through distributed shared memory, in a fixed order.
+  tile_n: any multiple of 16 up to 256, so that tiles fill whole waves of multiprocessors.
+Results are the same bits from run to run.
+
+Rows are numbered so that the LAST row tile ends at row M; what a tile has too many lies before row 0, where the copy
+engine reads zeros and drops writes. So no tensor map depends on M, and a step of any size finds its maps made.
+
+overlap (programmatic dependent launch): the first stages' weights are fetched before griddepcontrol.wait, x after it.
+
+Floor: 2 M N K operations at 989 TFLOP/s (798 is what cuBLAS reaches on an H200 at 8192^3), or the weights' bytes.
+Bench: bench/kernels/gemm.py; figures and what was tried: docs/kernels/gemm_sm90.md.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from zhilight.driver.compiler import Kernel, Pointer, TensorMap, kernel, kernel_factory
+from zhilight.driver.dtype import DType, bfloat16, float16, float32
+from zhilight.errors import ShapeError
+from zhilight.kernels import gemm_sm90_epilogue as epilogue
+from zhilight.kernels.gemm_sm90_tiles import ROWS, Tile, choose_tile
+from zhilight.kernels.ptx import (
+    address,
+    bulk_load_2d,
+    bulk_load_2d_multicast,
+    bulk_wait_read,
+    cluster_arrive,
+    cluster_rank,
+    cluster_wait,
+    f32,
+    fence_mbarrier_init,
+    grid_dependency_launch,
+    grid_dependency_wait,
+    i32,
+    mbarrier_arrive,
+    mbarrier_arrive_cluster,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_wait,
+    named_barrier,
+    named_barrier_arrive,
+    prefetch_tensor_map,
+    set_max_registers,
+    shared_address,
+    shared_tensor_descriptor,
+    u32,
+    u64,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_shared,
+    wgmma_wait,
+    zeros,
+)
+
+STEP = 64
+"""K of a stage: 128 bytes a row, the widest swizzle."""
+X_BYTES = ROWS * STEP * 2
+BUFFERS = 2
+STAGING = 8 * BUFFERS * epilogue.ROWS * 128
+SHARED_LIMIT = 232448
+MAX_ROWS = 1 << 20
+
+
+def stages_that_fit(tile_n: int) -> int:
+    """Stages of the ring beside the epilogue's staging, at most 8."""
+    return min(8, (SHARED_LIMIT - STAGING - 1024 - 256) // (X_BYTES + tile_n * STEP * 2))
+
+
+@cuda.jit(device=True)
+def place(t, rows, columns, group):
+    """Tile number -> (row tile, column tile): bands of `group` row tiles, column by column within a band."""
+    width = group * columns
+    band = t // width
+    first = band * group
+    height = min(rows - first, group)
+    inside = t - band * width
+    return first + inside % height, inside // height
+
+
+@kernel_factory
+def gemm_sm90_kernel(tile_n: int, share: int, split: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool,
+                     overlap: bool, group: int = 8, lag: int = 0) -> Kernel:
+    """The arguments are those of Tile and of gemm_sm90; share or split is 1."""
+    cluster = share * split
+    stages = stages_that_fit(tile_n)
+    w_rows = tile_n // share
+    stage_bytes = X_BYTES + tile_n * STEP * 2
+    w_part = w_rows * STEP * 2
+    out_columns = (tile_n // 2 if silu_mul else tile_n) // split
+    everyone = (1 << share) - 1
+    descriptor = shared_tensor_descriptor(1024)
+    multiply = wgmma_shared(tile_n, dtype)
+    zero = zeros(tile_n)
+    store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, BUFFERS)
+    scatter = epilogue.scatter(tile_n, split)
+    gather = epilogue.gather(tile_n, split)
+    wait_one, wait_all, wait_stored = wgmma_wait(1), wgmma_wait(0), bulk_wait_read(0)
+    give_registers, take_registers = set_max_registers(40, False), set_max_registers(232, True)
+
+    @kernel(threads=384, shared=stages * stage_bytes + STAGING + 1024 + 256, cluster=cluster, min_capability=(9, 0, "a"),
+            max_registers=168)
+    def gemm(x: TensorMap, weight: TensorMap, out: TensorMap, bias_values: Pointer(dtype), scale: f32, m: i32, n: i32, k: i32):
+        base = (shared_address(cuda.shared.array(0, types.uint8)) + u32(1023)) & u32(0xFFFFFC00)
+        staging = base + u32(stages * stage_bytes)
+        full = staging + u32(STAGING)
+        empty = full + u32(8 * stages)
+        tid = i32(cuda.threadIdx.x)
+        warpgroup = tid // i32(128)
+        rank = i32(0)
+        if cluster > 1:
+            rank = i32(cluster_rank())
+        if tid == i32(0):
+            for s in range(stages):
+                mbarrier_init(full + u32(8 * s), u32(1))
+                mbarrier_init(empty + u32(8 * s), u32(2 * share))
+            fence_mbarrier_init()
+            prefetch_tensor_map(x)
+            prefetch_tensor_map(weight)
+            prefetch_tensor_map(out)
+        cuda.syncthreads()
+        if cluster > 1:
+            cluster_arrive()
+            cluster_wait()
+
+        row_tiles = (m + i32(share * ROWS - 1)) // i32(share * ROWS)
+        column_tiles = (n + i32(tile_n - 1)) // i32(tile_n)
+        tiles = row_tiles * column_tiles
+        top = m - row_tiles * i32(share * ROWS)
+        if share > 1:
+            top += rank * i32(ROWS)
+        first_tile = i32(cuda.blockIdx.x) // i32(cluster)
+        tile_step = i32(cuda.gridDim.x) // i32(cluster)
+        steps = (k + i32(STEP - 1)) // i32(STEP)
+        first_step = i32(0)
+        last_step = steps
+        if split > 1:
+            first_step = steps * rank // i32(split)
+            last_step = steps * (rank + i32(1)) // i32(split)
+
+        if warpgroup == i32(2):
+            give_registers()
+            if tid == i32(256):
+                stage = i32(0)
+                phase = u32(1)
+                ahead = i32(0)
+                if overlap:
+                    ahead = min(last_step - first_step, i32(stages))
+                    _, column_tile = place(first_tile, row_tiles, column_tiles, i32(group))
+                    for i in range(ahead):
+                        tile = base + u32(i) * u32(stage_bytes) + u32(X_BYTES)
+                        barrier = full + u32(i) * u32(8)
+                        mbarrier_expect(barrier, u32(stage_bytes))
+                        kk = (first_step + i32(i)) * i32(STEP)
+                        if share > 1:
+                            bulk_load_2d_multicast(tile + u32(rank) * u32(w_part), weight, barrier, kk,
+                                                   column_tile * i32(tile_n) + rank * i32(w_rows), u32(everyone))
+                        else:
+                            bulk_load_2d(tile, weight, barrier, kk, column_tile * i32(tile_n))
+                    grid_dependency_wait()
+                t = first_tile
+                while t < tiles:
+                    row_tile, column_tile = place(t, row_tiles, column_tiles, i32(group))
+                    row = top + row_tile * i32(share * ROWS)
+                    column = column_tile * i32(tile_n)
+                    step = first_step
+                    while step < last_step:
+                        tile = base + u32(stage) * u32(stage_bytes)
+                        barrier = full + u32(stage) * u32(8)
+                        kk = step * i32(STEP)
+                        if ahead > i32(0):
+                            ahead -= i32(1)
+                        else:
+                            mbarrier_wait(empty + u32(stage) * u32(8), phase)
+                            mbarrier_expect(barrier, u32(stage_bytes))
+                            if share > 1:
+                                bulk_load_2d_multicast(tile + u32(X_BYTES) + u32(rank) * u32(w_part), weight, barrier, kk,
+                                                       column + rank * i32(w_rows), u32(everyone))
+                            else:
+                                bulk_load_2d(tile + u32(X_BYTES), weight, barrier, kk, column)
+                        bulk_load_2d(tile, x, barrier, kk, row)
+                        stage += i32(1)
+                        if stage == i32(stages):
+                            stage = i32(0)
+                            phase ^= u32(1)
+                        step += i32(1)
+                    t += tile_step
+                if overlap:
+                    grid_dependency_launch()
+            cuda.syncwarp()
+        else:
+            take_registers()
+            if overlap:
+                grid_dependency_wait()
+            lane = u32(tid) % u32(32)
+            warp = tid // i32(32)
+            thread = tid % i32(128)
+            slabs = staging + u32(warp) * u32(BUFFERS * epilogue.ROWS * 128)
+            staggered = lag > 0 and last_step - first_step > i32(stages + lag)
+            stage = i32(0)
+            phase = u32(0)
+            t = first_tile
+            while t < tiles:
+                row_tile, column_tile = place(t, row_tiles, column_tiles, i32(group))
+                if lag > 0:
+                    if staggered and warpgroup == i32(1):
+                        named_barrier(u32(1), u32(256))
+                acc = zero()
+                previous = i32(0)
+                step = first_step
+                while step < last_step:
+                    mbarrier_wait(full + u32(stage) * u32(8), phase)
+                    tile = base + u32(stage) * u32(stage_bytes)
+                    a = descriptor(tile + u32(warpgroup) * u32(64 * STEP * 2))
+                    b = descriptor(tile + u32(X_BYTES))
+                    wgmma_fence()
+                    acc = multiply(acc, a, b, i32(1))
+                    acc = multiply(acc, a + u64(2), b + u64(2), i32(1))
+                    acc = multiply(acc, a + u64(4), b + u64(4), i32(1))
+                    acc = multiply(acc, a + u64(6), b + u64(6), i32(1))
+                    wgmma_commit()
+                    wait_one()
+                    if step > first_step:
+                        if share > 1:
+                            if thread % i32(32) == i32(0) and thread < i32(32 * share):
+                                mbarrier_arrive_cluster(empty + u32(previous) * u32(8), u32(thread // i32(32)))
+                        elif thread == i32(0):
+                            mbarrier_arrive(empty + u32(previous) * u32(8))
+                    previous = stage
+                    stage += i32(1)
+                    if stage == i32(stages):
+                        stage = i32(0)
+                        phase ^= u32(1)
+                    if lag > 0:
+                        if staggered and warpgroup == i32(0) and step == first_step + i32(lag):
+                            named_barrier_arrive(u32(1), u32(256))
+                    step += i32(1)
+                wait_all()
+                if share > 1:
+                    if thread % i32(32) == i32(0) and thread < i32(32 * share):
+                        mbarrier_arrive_cluster(empty + u32(previous) * u32(8), u32(thread // i32(32)))
+                elif thread == i32(0):
+                    mbarrier_arrive(empty + u32(previous) * u32(8))
+                row = top + row_tile * i32(share * ROWS) + warp * i32(epilogue.ROWS)
+                column = column_tile * i32(out_columns * split)
+                if split > 1:
+                    cluster_arrive()
+                    cluster_wait()
+                    scatter(acc, base, u32(rank), u32(tid))
+                    cluster_arrive()
+                    cluster_wait()
+                    store(gather(base, u32(tid)), slabs, lane, out, column + rank * i32(out_columns), row,
+                          address(bias_values), n, scale)
+                else:
+                    store(acc, slabs, lane, out, column, row, address(bias_values), n, scale)
+                t += tile_step
+            wait_stored()
+        if split > 1:
+            if warpgroup == i32(2):
+                cluster_arrive()
+                cluster_wait()
+                cluster_arrive()
+                cluster_wait()
+        if share > 1:
+            # a block's barriers and stages must outlive the arrivals and copies of its neighbour
+            cluster_arrive()
+            cluster_wait()
+
+    return gemm
+
+
+def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, silu_mul: bool = False, overlap: bool = False,
+              scale: float = 1.0, tile: Tile | None = None) -> None:
+    """Queue out = x @ weight.T (+ bias), see the module.
+
+    x [M, K], weight [N, K], bias [N], out [M, N] or [M, N / 2] with silu_mul. scale multiplies a float32 out.
+    overlap: launch as a programmatic dependent of the kernel before. tile: instead of choose_tile's.
+    Raises ShapeError for shapes, strides or types that the kernel does not take.
+    """
+    _check(x, weight, out, bias, silu_mul, scale)
+    (m, k), n = x.shape, weight.shape[0]
+    if m == 0:
+        return
+    tile = tile or choose_tile(m, n, k, runtime.multiprocessors)
+    found = gemm_sm90_kernel(tile.columns, tile.share, tile.split, x.dtype, out.dtype, bias is not None, silu_mul, overlap,
+                             tile.group, tile.lag)
+    size, out_size = x.dtype.itemsize, out.dtype.itemsize
+    out_tile = (tile.columns // 2 if silu_mul else tile.columns) // tile.split
+    pitch = epilogue.slab_bytes(out_tile, out.dtype)
+    maps = (runtime.tensor_map(x.address, x.dtype, (MAX_ROWS, k), (x.strides[0] * size,), (ROWS, STEP)),
+            runtime.tensor_map(weight.address, x.dtype, (n, k), (weight.strides[0] * size,),
+                               (tile.columns // tile.share, STEP)),
+            runtime.tensor_map(out.address, out.dtype, (MAX_ROWS, out.shape[1]), (out.strides[0] * out_size,),
+                               (epilogue.ROWS, pitch // out_size), pitch))
+    found.launch(tile.grid(m, n, runtime.multiprocessors), *maps, 0 if bias is None else bias.address, scale, m, n, k,
+                 stream=runtime.stream, overlap=overlap)
+
+
+def _check(x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool, scale: float) -> None:
+    (m, k), (n, weight_k) = x.shape, weight.shape
+    columns = n // 2 if silu_mul else n
+    problem = None
+    if x.dtype not in (bfloat16, float16) or weight.dtype != x.dtype:
+        problem = f"x and weight are {x.dtype} and {weight.dtype}; both must be bfloat16 or both float16"
+    elif out.dtype != x.dtype and (out.dtype != float32 or silu_mul):
+        problem = f"out is {out.dtype}; it must be {x.dtype}" + ("" if silu_mul else " or float32")
+    elif scale != 1.0 and out.dtype != float32:
+        problem = f"scale is {scale}; only a float32 out is scaled, out is {out.dtype}"
+    elif weight_k != k:
+        problem = f"weight is {list(weight.shape)}; x {list(x.shape)} needs K = {k}"
+    elif k % 8 or k < 8 or n % (16 if silu_mul else 8):
+        problem = f"N is {n} and K is {k}; N must be a multiple of {16 if silu_mul else 8} and K of 8: pad the weight"
+    elif tuple(out.shape) != (m, columns):
+        problem = f"out is {list(out.shape)}; it must be {[m, columns]}"
+    elif m > MAX_ROWS:
+        problem = f"x has {m} rows; the limit is {MAX_ROWS}"
+    elif x.strides[1] != 1 or weight.strides[1] != 1 or out.strides[1] != 1:
+        problem = "x, weight and out need contiguous rows (stride 1 in the last dimension)"
+    elif bias is not None and (tuple(bias.shape) != (n,) or bias.dtype != x.dtype):
+        problem = f"bias is {list(bias.shape)} {bias.dtype}; it must be [{n}] {x.dtype}"
+    if problem:
+        raise ShapeError(f"gemm_sm90: {problem}")
+
+
+def catalogue() -> Iterator[Kernel]:
+    """Each code path once, at the tiles that most shapes take."""
+    for dtype in (bfloat16, float16):
+        yield gemm_sm90_kernel(256, 2, 1, dtype, dtype, False, False, True)
+    for tile_n, share, split in ((256, 1, 1), (192, 2, 1), (160, 2, 1), (128, 1, 1), (128, 1, 4)):
+        yield gemm_sm90_kernel(tile_n, share, split, bfloat16, bfloat16, False, False, True)
+    yield gemm_sm90_kernel(256, 2, 1, bfloat16, bfloat16, True, False, True)
+    yield gemm_sm90_kernel(256, 2, 1, bfloat16, bfloat16, False, True, True)
+    yield gemm_sm90_kernel(256, 2, 1, bfloat16, bfloat16, True, True, False)
+    yield gemm_sm90_kernel(256, 1, 1, bfloat16, float32, False, False, True)
+    yield gemm_sm90_kernel(128, 1, 4, bfloat16, bfloat16, True, True, True)

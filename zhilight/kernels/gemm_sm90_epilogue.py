@@ -1,0 +1,232 @@
+"""From a warpgroup's wgmma accumulator to the output: the epilogue of gemm_sm90, as generated intrinsics.
+
+Each warp works alone on its 16 rows: bias, silu(gate) * up or a scale in registers, conversion, then slabs of 16 rows x 128
+bytes through its own piece of shared memory (written with stmatrix, in the swizzled order that the copy engine expects, free
+of bank conflicts) and bulk tensor stores, which clip rows and columns outside the output and write whole sectors. Two slabs
+a warp: one is written while the engine still reads the other.
+
+split-K: `scatter` and `gather` add the partial sums of the blocks of a cluster through distributed shared memory, always in
+the order of their ranks, so results do not change from run to run.
+
+The accumulator's layout is that of ptx.accumulator: value 4 j + 2 h + e of lane 4 g + c is row g + 8 h, column 8 j + 2 c + e.
+"""
+
+import functools
+
+from llvmlite import ir
+from numba.cuda.extending import intrinsic
+
+from zhilight.driver.dtype import DType, float32
+from zhilight.kernels.ptx import accumulator, assemble, f32, i32, u32, u64, void
+
+ROWS = 16
+"""Rows of a warp."""
+LOG2_E = 1.4426950408889634
+
+
+def slab_bytes(columns: int, out_dtype: DType) -> int:
+    """Bytes of a slab's row for an output tile of `columns`: 128, or 64 or 32 when the tile is narrower than that."""
+    return next((pitch for pitch in (128, 64) if columns * out_dtype.itemsize >= pitch), 32)
+
+
+def slab_starts(columns: int, out_dtype: DType) -> list[int]:
+    """First columns of the slabs that cover `columns`; the last one overlaps its neighbour where they do not divide."""
+    slab = slab_bytes(columns, out_dtype) // out_dtype.itemsize
+    if columns < slab or columns % 8:
+        raise ValueError(f"an output tile of {columns} {out_dtype} columns has no slabs; take a multiple of 8 from {slab} on")
+    starts = list(range(0, columns - slab + 1, slab))
+    return starts if columns % slab == 0 else [*starts, columns - slab]
+
+
+@functools.cache
+def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, buffers: int):
+    """The intrinsic (accumulator(columns), staging, lane, out map, column, row, bias, n, scale) -> nothing.
+
+    staging: shared address of the warp's `buffers` slabs of 2 KB, a multiple of 1024. column, row: of the warp's first
+    output value, out of range where clipped. bias: address of bias[0], n its length (both unused without bias).
+    scale: multiplies float32 outputs.
+    """
+    out_columns = columns // 2 if silu_mul else columns
+    pitch = slab_bytes(out_columns, out_dtype)
+    starts = slab_starts(out_columns, out_dtype)
+    slab = pitch // out_dtype.itemsize
+    kind = accumulator(columns)
+
+    @intrinsic
+    def store(typingctx, acc, staging, lane, out, column, row, bias_address, n, scale):
+        def generate(context, builder, signature, arguments):
+            emit = _Emitter(builder, arguments[0], arguments[8], out_dtype)
+            _, staging, lane, out, column, row, bias_address, n, _ = arguments
+            if bias:
+                emit.load_bias(bias_address, builder.mul(column, emit.word(2)) if silu_mul else column, n, lane, columns, dtype)
+            base = emit.lane_address(staging, lane, pitch, silu_mul)
+            odd = emit.asm("{ .reg .u32 t; .reg .pred p; and.b32 t, $1, 1; setp.ne.u32 p, t, 0; "
+                           "selp.u32 $0, 0x3276, 0x5410, p; }", [u32], [lane], [u32], memory=False)
+            for index, start in enumerate(starts):
+                pending = 0 if index == 0 and len(starts) % buffers else buffers - 1
+                emit.asm(f"cp.async.bulk.wait_group.read {pending}; bar.warp.sync 0xffffffff;", [], [], [])
+                offset = index % buffers * ROWS * 128
+                for group in range(slab // 8):
+                    if silu_mul:
+                        emit.silu_group(base, offset, pitch, start // 8 + group, group, odd)
+                    elif out_dtype == float32:
+                        emit.float_group(base, offset, pitch, start // 8 + group, group)
+                    elif group % 2 == 0:
+                        emit.matrix_pair(base, offset, start // 8 + group, group)
+                emit.asm("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;", [], [], [])
+                emit.asm("{ .reg .pred p; .reg .u32 s; .reg .s32 c; setp.eq.u32 p, $0, 0; add.u32 s, $1, "
+                         f"{offset}; add.s32 c, $3, {start}; "
+                         "@p cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$2, {c, $4}], [s]; "
+                         "@p cp.async.bulk.commit_group; }", [], [lane, staging, out, column, row], [u32, u32, u64, i32, i32])
+            return context.get_dummy_value()
+
+        return void(kind, u32, u32, u64, i32, i32, u64, i32, f32), generate
+
+    return store
+
+
+class _Emitter:
+    """The instructions of one epilogue."""
+
+    def __init__(self, builder, acc, scale, out_dtype: DType):
+        self.builder = builder
+        self.acc = acc
+        self.scale = scale
+        self.pack_name = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": None}[out_dtype.name]
+        self.biases: list | None = None
+
+    def asm(self, text, results, arguments, kinds, memory=True):
+        return assemble(self.builder, text, results, arguments, kinds, 0, memory)
+
+    @staticmethod
+    def word(value: int):
+        return ir.Constant(ir.IntType(32), value)
+
+    def load_bias(self, address, column, n, lane, columns: int, dtype: DType) -> None:
+        """Two bias values for each eight columns: those of this lane; zero past the end."""
+        first = self.asm("{ .reg .u32 t; and.b32 t, $1, 3; shl.b32 t, t, 1; add.s32 $0, $2, t; }", [i32], [lane, column],
+                         [u32, i32], memory=False)
+        pointer = self.asm("{ .reg .s64 t; cvt.s64.s32 t, $2; shl.b64 t, t, 1; add.s64 $0, $1, t; }", [u64], [address, first],
+                           [u64, i32], memory=False)
+        short = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
+        widen = "shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;" if short == "bf16" else (
+            "{ .reg .f16 l, h; mov.b32 {l, h}, t; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }")
+        self.biases = []
+        for j in range(columns // 8):
+            pair = self.asm(f"{{ .reg .pred p; .reg .s32 c; .reg .b32 t; add.s32 c, $2, {8 * j}; setp.lt.s32 p, c, $3; "
+                            f"mov.b32 t, 0; @p ld.global.nc.b32 t, [$4+{16 * j}]; {widen} }}", [f32, f32],
+                            [first, n, pointer], [i32, i32, u64])
+            self.biases.append([self.builder.extract_value(pair, 0), self.builder.extract_value(pair, 1)])
+
+    def value(self, j: int, half: int, e: int):
+        found = self.builder.extract_value(self.acc, 4 * j + 2 * half + e)
+        return found if self.biases is None else self.builder.fadd(found, self.biases[j][e])
+
+    def pack(self, low, high):
+        return self.asm(f"cvt.rn.{self.pack_name}.f32 $0, $2, $1;", [u32], [low, high], [f32, f32], memory=False)
+
+    def lane_address(self, staging, lane, pitch: int, silu_mul: bool):
+        """The lane's shared address in a slab before the chunk number is xored in. See the module for the layout."""
+        swizzle = f"shr.u32 w, r, {128 // pitch // 2}; and.b32 w, w, {pitch // 16 - 1};"
+        if self.pack_name and not silu_mul:
+            # stmatrix: lanes 8 q .. 8 q + 7 give the rows of matrix q: q & 1 is the half of the rows, q >> 1 the column group
+            text = (f"and.b32 r, $2, 15; shr.u32 c, $2, 4; {swizzle} xor.b32 w, w, c; shl.b32 w, w, 4;")
+        elif silu_mul:
+            # after the exchange lane c holds 32-bit word 0, 2, 1, 3 of the eight columns
+            text = (f"shr.u32 r, $2, 2; {swizzle} shl.b32 w, w, 4; and.b32 c, $2, 1; shl.b32 c, c, 3; add.u32 w, w, c; "
+                    "and.b32 c, $2, 2; shl.b32 c, c, 1; add.u32 w, w, c;")
+        else:
+            text = (f"shr.u32 r, $2, 2; {swizzle} shr.u32 c, $2, 1; and.b32 c, c, 1; xor.b32 w, w, c; shl.b32 w, w, 4; "
+                    "and.b32 c, $2, 1; shl.b32 c, c, 3; add.u32 w, w, c;")
+        return self.asm(f"{{ .reg .u32 r, c, w; {text} mad.lo.u32 r, r, {pitch}, $1; add.u32 $0, r, w; }}", [u32],
+                        [staging, lane], [u32, u32], memory=False)
+
+    def matrix_pair(self, base, offset: int, j: int, group: int) -> None:
+        """Sixteen columns, from accumulator groups j and j + 1, as one stmatrix."""
+        words = [self.pack(self.value(j + q // 2, q % 2, 0), self.value(j + q // 2, q % 2, 1)) for q in range(4)]
+        self.asm(f"{{ .reg .u32 a; xor.b32 a, $0, {16 * group}; "
+                 f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [a+{offset}], {{$1,$2,$3,$4}}; }}", [], [base, *words], [u32] * 5)
+
+    def float_group(self, base, offset: int, pitch: int, j: int, group: int) -> None:
+        """Eight float32 columns: 8 bytes a lane and row half."""
+        for half in range(2):
+            pair = [self.builder.fmul(self.value(j, half, e), self.scale) for e in range(2)]
+            self.asm(f"{{ .reg .u32 a; xor.b32 a, $0, {32 * group}; st.shared.v2.f32 [a+{offset + half * 8 * pitch}], "
+                     "{$1,$2}; }", [], [base, *pair], [u32, f32, f32])
+
+    def silu_group(self, base, offset: int, pitch: int, j: int, group: int, selector) -> None:
+        """Eight output columns, from the sixteen of accumulator groups 2 j and 2 j + 1: a lane makes columns c and 4 + c, and
+        trades with its neighbour for two that lie together."""
+        for half in range(2):
+            made = [self.asm("{ .reg .f32 t; mul.f32 t, $1, " + _float_literal(-LOG2_E) + "; ex2.approx.ftz.f32 t, t; "
+                             "add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; mul.f32 t, t, $1; mul.f32 $0, t, $2; }",
+                             [f32], [self.value(2 * j + q, half, 0), self.value(2 * j + q, half, 1)], [f32, f32], memory=False)
+                    for q in range(2)]
+            self.asm(f"{{ .reg .u32 a, t; shfl.sync.bfly.b32 t, $1, 1, 31, 0xffffffff; prmt.b32 t, $1, t, $2; "
+                     f"xor.b32 a, $0, {16 * group}; st.shared.u32 [a+{offset + half * 8 * pitch}], t; }}",
+                     [], [base, self.pack(*made), selector], [u32, u32, u32])
+
+
+def _float_literal(value: float) -> str:
+    import struct
+
+    return "0f" + struct.pack(">f", value).hex().upper()
+
+
+# ---- split-K in a cluster -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def scatter(columns: int, split: int):
+    """The intrinsic (accumulator(columns), exchange, rank, thread): send each block of the cluster its columns' partial sums.
+
+    Block o owns columns o * columns / split and on. exchange: shared address, the same in each block, of 128 x columns
+    float32; thread: 0..255 among the consumers. A cluster barrier must follow.
+    """
+    groups = columns // 8 // split
+    kind = accumulator(columns)
+
+    @intrinsic
+    def send(typingctx, acc, exchange, rank, thread):
+        def generate(context, builder, signature, arguments):
+            acc, exchange, rank, thread = arguments
+            local = assemble(builder, f"{{ .reg .u32 t; mad.lo.u32 t, $2, {groups * 4096}, $1; mad.lo.u32 $0, $3, 16, t; }}",
+                             [u32], [exchange, rank, thread], [u32] * 3, 0, False)
+            for owner in range(split):
+                remote = assemble(builder, f"mapa.shared::cluster.u32 $0, $1, {owner};", [u32], [local], [u32], 0, False)
+                for group in range(groups):
+                    values = [builder.extract_value(acc, 4 * (owner * groups + group) + i) for i in range(4)]
+                    assemble(builder, f"st.shared::cluster.v4.f32 [$0+{group * 4096}], {{$1,$2,$3,$4}};", [],
+                             [remote, *values], [u32, f32, f32, f32, f32])
+            return context.get_dummy_value()
+
+        return void(kind, u32, u32, u32), generate
+
+    return send
+
+
+@functools.cache
+def gather(columns: int, split: int):
+    """The intrinsic (exchange, thread) -> accumulator(columns / split): the sum of all blocks' parts, in the order of ranks."""
+    groups = columns // 8 // split
+    kind = accumulator(columns // split)
+
+    @intrinsic
+    def receive(typingctx, exchange, thread):
+        def generate(context, builder, signature, arguments):
+            local = assemble(builder, "mad.lo.u32 $0, $2, 16, $1;", [u32], list(arguments), [u32, u32], 0, False)
+            out = ir.Constant(context.get_value_type(kind), ir.Undefined)
+            for group in range(groups):
+                total = None
+                for source in range(split):
+                    part = assemble(builder, f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{(source * groups + group) * 4096}];",
+                                    [f32] * 4, [local], [u32])
+                    values = [builder.extract_value(part, i) for i in range(4)]
+                    total = values if total is None else [builder.fadd(a, b) for a, b in zip(total, values, strict=True)]
+                for i in range(4):
+                    out = builder.insert_value(out, total[i], 4 * group + i)
+            return out
+
+        return kind(u32, u32), generate
+
+    return receive
