@@ -30,6 +30,8 @@ async def read_body(request: web.Request, kind: type[Body]) -> Body:
     if "Content-Type" in request.headers and content_type not in ("application/json", "application/octet-stream") \
             and not content_type.endswith("+json"):
         raise APIError(415, f"The body has the content type {content_type!r}; send application/json.")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise APIError(415, "Compressed bodies are not taken: they could grow without limit. Send the JSON itself.")
     try:
         raw = await asyncio.wait_for(request.read(), serving.config.body_timeout)
     except (TimeoutError, asyncio.TimeoutError):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
 from typing import Any
 
 from zhilight.config.sampling import SamplingParams
@@ -40,6 +40,7 @@ class Generation:
         self._unfinished = set(self._ids)
         self._meters = [_Meter(serving, len(prompt.token_ids)) for prompt in prompts]
         self._tasks: list[asyncio.Task] = []
+        self._outputs: AsyncGenerator[tuple[int, RequestOutput], None] | None = None
 
     async def __aenter__(self) -> Generation:
         return self
@@ -47,6 +48,9 @@ class Generation:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._outputs is not None:
+            await self._outputs.aclose()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         unfinished, self._unfinished = self._unfinished, set()
         for meter in self._meters:
             meter.ended_early("rejected" if isinstance(error, RequestError) else
@@ -54,29 +58,33 @@ class Generation:
         for request_id in unfinished:
             await asyncio.shield(self._serving.engine.abort(request_id))
 
-    def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        return self._run(0) if len(self._prompts) == 1 else self._merged()
+    def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """All outputs; call it once."""
+        self._outputs = self._run(0) if len(self._prompts) == 1 else self._merged()
+        return self._outputs
 
-    async def _run(self, index: int) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def _run(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         prompt, meter, request_id = self._prompts[index], self._meters[index], self._ids[index]
         outputs = self._serving.engine.generate(prompt.token_ids, self._params[index], request_id, prompt=prompt.text,
                                                 **self._options)
-        async for output in outputs:
-            meter.add(output)
-            if output.finished:
-                self._unfinished.discard(request_id)
-                meter.finish(output)
-            self._raise_failure(index, output)
-            yield index, output
+        async with aclosing(outputs):
+            async for output in outputs:
+                meter.add(output)
+                if output.finished:
+                    self._unfinished.discard(request_id)
+                    meter.finish(output)
+                self._raise_failure(index, output)
+                yield index, output
 
-    async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Outputs of all prompts as they come. The queue is short: a slow client holds up the engine's own buffers only."""
         queue: asyncio.Queue[tuple[int, RequestOutput] | BaseException | None] = asyncio.Queue(64)
 
         async def pump(index: int) -> None:
             try:
-                async for item in self._run(index):
-                    await queue.put(item)
+                async with aclosing(self._run(index)) as outputs:
+                    async for item in outputs:
+                        await queue.put(item)
                 await queue.put(None)
             except Exception as error:
                 await queue.put(error)

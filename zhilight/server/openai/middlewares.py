@@ -54,6 +54,7 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Signal handler, because headers of a stream are sent before its handler returns."""
+    response.headers["Server"] = "zhilight"
     response.headers["X-Request-Id"] = request.get(REQUEST_ID) or uuid.uuid4().hex
     origin = request.headers.get("Origin")
     if origin:

@@ -51,7 +51,7 @@ class Server:
         config = self.config
         app = make_app(self.serving)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None,
-                               keepalive_timeout=config.keepalive_timeout, shutdown_timeout=0.2)
+                               keepalive_timeout=config.keepalive_timeout, auto_decompress=False, shutdown_timeout=0.2)
         await runner.setup()
         self._runner = runner
         guard = ConnectionGuard(runner.server, self.serving)
