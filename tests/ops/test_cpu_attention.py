@@ -142,3 +142,11 @@ def test_wrong_head_counts_are_refused():
         ops.attention(np.ones((1, 24), np.float32), step, cache, 4, 2, 1.0)
     with pytest.raises(ShapeError, match="num_kv_heads"):
         ops.attention(np.ones((1, 24), np.float32), step, cache, 4, 1, 1.0)
+
+
+def test_positions_beyond_the_table_are_refused():
+    ops, rng = CpuOps(), np.random.default_rng(2)
+    step = make_step(ops, rng, [1], [9], 16, 1)
+    cache = np.zeros((NUM_BLOCKS, 2, 1, 16, 4), np.float32)
+    with pytest.raises(ShapeError, match="positions"):
+        ops.rotary_and_cache(np.ones((1, 12), np.float32), step, np.ones((8, 4), np.float32), cache, 1, 1)

@@ -132,6 +132,7 @@ class CpuOps(Ops):
         half = cos_sin.shape[1] // 2
         if 2 * half > kv_cache.shape[4]:
             raise ShapeError(f"rotary_and_cache: cos_sin rotates {2 * half} values but a head has {kv_cache.shape[4]}.")
+        _check_range("positions", step.positions, cos_sin.shape[0])
         table = cos_sin[step.positions][:, None, :]
         cos, sin = table[..., :half], table[..., half:]
         rotated = heads[:, :num_heads + num_kv_heads]

@@ -1,0 +1,44 @@
+"""The demo model (SmolLM2-135M-Instruct, Q4_1 GGUF) against transformers in float32 on the same weights."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from forward import GOLDEN, Sequence, greedy
+
+from zhilight.config.checkpoint import read_model_config
+from zhilight.config.engine import EngineConfig
+from zhilight.ops.cpu import CpuOps
+from zhilight.weights.loader import load_model
+
+pytestmark = pytest.mark.demo
+ITEMS = json.loads((GOLDEN / "demo.json").read_text(encoding="utf-8"))["items"]
+
+
+@pytest.fixture(scope="module")
+def model(demo_source):
+    config = read_model_config(demo_source)
+    return load_model(EngineConfig(model="demo"), config, demo_source, CpuOps(), progress=False)
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=[item["prompt"][-40:] for item in ITEMS])
+def test_log_probabilities(model, item):
+    """First-step ten most probable tokens and the whole prompt within 2e-3."""
+    ids = item["prompt_ids"]
+    logits = Sequence(model.ops, model, len(ids)).logits(ids)
+    last = model.ops.logprobs(logits[-1:], np.array([item["top_ids"][0]], np.int32), 10)
+    golden = dict(zip(item["top_ids"], item["top_logprobs"], strict=True))
+    ours = dict(zip(last.top_ids[0].tolist(), last.top_logprobs[0].tolist(), strict=True))
+    assert len(golden.keys() & ours.keys()) >= 9      # the tenth may change places within the tolerance
+    for token in golden.keys() & ours.keys():
+        assert abs(golden[token] - ours[token]) < 2e-3
+    prompt = model.ops.logprobs(logits[:-1], np.array(ids[1:], np.int32), 0)
+    np.testing.assert_allclose(prompt.logprobs, item["prompt_logprobs"], atol=2e-3)
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=[item["prompt"][-40:] for item in ITEMS])
+def test_greedy_tokens(model, item):
+    expected = item["greedy_ids"]
+    assert greedy(model.ops, model, item["prompt_ids"], len(expected), model.config.eos_token_ids) == expected
