@@ -1,0 +1,186 @@
+"""Dense GEMM for few tokens beside cuBLAS, and the weights of a whole decode step of Llama-3-8B as one CUDA graph.
+
+python bench/kernels/gemm_small.py [--json FILE] [--tokens 1 8 16] [--variants]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from harness import Bench, Record, copies, view, write
+
+from zhilight.driver.compiler import compile_all
+from zhilight.driver.dtype import bfloat16, float32
+from zhilight.kernels import gemm_small as small
+
+SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+LAYER = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False))
+FLOOR_GB_S = 4264
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def isolated(bench: Bench, m: int, gemms: dict[str, Callable], shapes: Any = SHAPES) -> list[Record]:
+    """Each shape by itself, beside cuBLAS in the same rounds."""
+    records = []
+    for n, k in shapes:
+        sets = [(random(m, k), random(n, k), torch.empty(m, n, device="cuda", dtype=torch.bfloat16))
+                for _ in range(copies(n * k * 2))]
+        candidates: dict[str, list] = {"cuBLAS": [functools.partial(torch.matmul, x, w.T, out=out) for x, w, out in sets]}
+        for name, gemm in gemms.items():
+            candidates[name] = [functools.partial(gemm, bench.runtime, *map(view, arrays)) for arrays in sets]
+        times = bench.compare(candidates, rounds=5, target_ms=5)
+        for name in gemms:
+            records.append(Record(name, f"{m}x{n}x{k}", times[name], "cuBLAS", times["cuBLAS"],
+                                  gb_s=n * k * 2 / times[name] / 1e3))
+            print(records[-1].line(), flush=True)
+    return records
+
+
+class Step:
+    """32 layers of four GEMMs and the head, weights of their own, as the decode step queues them."""
+
+    def __init__(self, bench: Bench, m: int, layers: int = 32):
+        self.bench, self.m = bench, m
+        self.weights = [[random(n, k).mul_(0.02) for n, k, _ in LAYER] for _ in range(layers)]
+        self.head = random(128256, 4096)
+        sizes = {4096, 6144, 14336}
+        self.x = {width: random(m, width) for width in sizes}
+        self.logits = torch.empty(m, 128256, device="cuda", dtype=torch.float32)
+        self.nbytes = 2 * (sum(w.numel() for layer in self.weights for w in layer) + self.head.numel())
+
+    def calls(self, gemm: Callable, overlap: bool) -> list[Callable]:
+        runtime, x = self.bench.runtime, {width: view(t) for width, t in self.x.items()}
+        options = {"overlap": overlap}
+        out = []
+        for layer in self.weights:
+            qkv, o, gate_up, down = map(view, layer)
+            out.append(functools.partial(gemm, runtime, x[4096], qkv, x[6144], **options))
+            out.append(functools.partial(gemm, runtime, x[4096], o, view(self.x[6144][:, :4096]), **options))
+            out.append(functools.partial(gemm, runtime, x[4096], gate_up, x[14336], silu_mul=True, **options))
+            out.append(functools.partial(gemm, runtime, x[14336], down, x[4096], **options))
+        out.append(functools.partial(gemm, runtime, x[4096], view(self.head), view(self.logits), **options))
+        return out
+
+    def cublas(self) -> list[Callable]:
+        out = []
+        up = torch.empty(self.m, 28672, device="cuda", dtype=torch.bfloat16)
+        for qkv, o, gate_up, down in self.weights:
+            out.append(functools.partial(torch.matmul, self.x[4096], qkv.T, out=self.x[6144]))
+            out.append(functools.partial(torch.matmul, self.x[4096], o.T, out=torch.empty_like(self.x[4096])))
+            out.append(functools.partial(torch.matmul, self.x[4096], gate_up.T, out=up))
+            out.append(functools.partial(torch.matmul, self.x[14336], down.T, out=self.x[4096]))
+        out.append(functools.partial(torch.matmul, self.x[4096], self.head.T))
+        return out
+
+    def time(self, calls: list[Callable], replays: int = 5, rounds: int = 5) -> float:
+        """Median milliseconds a step."""
+        graph = self.bench.graph(calls)
+        times = []
+        for _ in range(rounds + 1):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            with torch.cuda.stream(self.bench.stream):
+                start.record()
+                for _ in range(replays):
+                    graph.replay()
+                end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / replays)
+        return statistics.median(times[1:])
+
+    def report(self, name: str, calls: list[Callable]) -> Record:
+        milliseconds = self.time(calls)
+        gb_s = self.nbytes / milliseconds / 1e6
+        record = Record(name, f"step M={self.m}", milliseconds * 1e3, gb_s=gb_s,
+                        note=f"floor {self.nbytes / FLOOR_GB_S / 1e6:.3f} ms")
+        print(record.line(), flush=True)
+        return record
+
+
+def variant_kernel(dtype: Any, out_dtype: Any, m: int, n: int, silu_mul: bool, overlap: bool, multiprocessors: int,
+                   capability: Any, constants: dict) -> tuple[Any, Any]:
+    """gemm_small's kernel and plan with other constants than its plan's."""
+    p = small.plan(m, n, silu_mul, multiprocessors, capability)
+    options = {"stages": p.stages, "prefetch": p.prefetch, "min_blocks": p.min_blocks, "row_tiles": p.row_tiles} | constants
+    if not overlap:
+        options["prefetch"] = 0
+    return small.gemm_small_kernel(dtype, out_dtype, p.token_tiles, silu_mul=silu_mul, overlap=overlap, **options), p
+
+
+def variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False, overlap: bool = False, *, constants: dict,
+            grid_scale: int = 1) -> None:
+    m, n, k = small.check_arguments("gemm_small", x, weight, out, None, silu_mul)
+    kernel, p = variant_kernel(x.dtype, out.dtype, m, n, silu_mul, overlap, runtime.multiprocessors * grid_scale,
+                               runtime.capability, constants)
+    kernel.launch(p.grid, x, weight, weight, out, m, n, k, x.strides[0], out.strides[0], p.rows, 1.0, stream=runtime.stream,
+                  overlap=overlap)
+
+
+def compile_variants(bench: Bench, tokens: list[int], variants: dict[str, tuple[dict, int]]) -> None:
+    """Everything that will run, compiled on all cores before anything is timed."""
+    runtime, kernels = bench.runtime, {}
+    for constants, scale in variants.values():
+        for m in tokens:
+            for n, _, silu_mul in (*LAYER, (4096, 4096, False), (28672, 4096, False), (128256, 4096, False)):
+                for overlap in (False, True):
+                    for out_dtype in (bfloat16, float32) if n == 128256 else (bfloat16,):
+                        kernel, _ = variant_kernel(bfloat16, out_dtype, m, n, silu_mul, overlap, runtime.multiprocessors * scale,
+                                                   runtime.capability, constants)
+                        kernels[kernel.name] = kernel
+    for result in compile_all(list(kernels.values()), runtime.capability, progress=False):
+        if result.error or result.resources.stack:
+            print(result.name, result.error or result.resources, flush=True)
+
+
+VARIANTS = {
+    "8x64 s6": ({}, 1),
+    "8x64 s6 no pf": ({"prefetch": 0}, 1),
+    "8x64 s6 pf 48": ({"prefetch": 48}, 1),
+    "8x64 s5": ({"stages": 5}, 1),
+    "8x64 s4": ({"stages": 4}, 1),
+    "8x128 s3": ({"k_tile": 128, "stages": 3}, 1),
+    "4x128 s6": ({"warps": 4, "k_tile": 128}, 1),
+    "4x64 s6 2 blocks": ({"warps": 4}, 2),
+}
+"""Constants and blocks a multiprocessor."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--variants", action="store_true")
+    arguments = parser.parse_args()
+    bench = Bench()
+    gemms: dict[str, Callable] = {"gemm_small": small.gemm_small}
+    if arguments.variants:
+        compile_variants(bench, arguments.tokens, VARIANTS)
+        gemms = {name: functools.partial(variant, constants=constants, grid_scale=scale)
+                 for name, (constants, scale) in VARIANTS.items()}
+    records = []
+    for m in arguments.tokens:
+        step = Step(bench, m, arguments.layers)
+        records.append(step.report("cuBLAS", step.cublas()))
+        for name, gemm in gemms.items():
+            records.append(step.report(name, step.calls(gemm, False)))
+            records.append(step.report(name + " overlap", step.calls(gemm, True)))
+        del step
+        torch.cuda.empty_cache()
+        records += isolated(bench, m, gemms)
+    write(arguments.json, records)
+
+
+if __name__ == "__main__":
+    main()
