@@ -151,11 +151,22 @@ class Kernel:
         overlap: programmatic dependent launch: the kernel may start before the one before it in the stream has ended, up
         to its own griddepcontrol.wait.
         """
+        if stream.__class__ is LaunchRecorder:
+            stream.kernels[self] = None
+            return
         if self._launcher is None:
             from zhilight.driver.launcher import Launcher
 
             self._launcher = Launcher(self)
         self._launcher(grid, arguments, stream, overlap)
+
+
+class LaunchRecorder:
+    """Stands in a stream's place: what is launched on it is not run but noted, so that it can be compiled ahead."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[Kernel, None] = {}
+        """In the order of their first launch."""
 
 
 def kernel(*, threads: int, min_blocks: int = 1, shared: int = 0, cluster: int = 1, fastmath: bool = True,

@@ -20,6 +20,8 @@ from zhilight.engine.scheduler import Scheduler
 from zhilight.errors import ConfigError
 
 if TYPE_CHECKING:
+    from zhilight.config.sampling import StructuredOutput
+    from zhilight.engine.structured import GrammarState
     from zhilight.models.model import Model
     from zhilight.ops.base import Ops
     from zhilight.tokenization.tokenizer import Tokenizer
@@ -73,7 +75,11 @@ def open_device(config: EngineConfig, model_config: ModelConfig) -> Ops:
         if config.device == "cuda" or device_count() > 0:
             from zhilight.ops.cuda import CudaOps
 
-            return CudaOps(config)
+            dtype = config.dtype if config.dtype != "auto" else model_config.dtype
+            if config.dtype == "auto" and dtype == "float32":
+                dtype = "bfloat16"
+            return CudaOps.open(config.device_index, config.gpu_memory_utilization, dtype, config.max_num_seqs,
+                                model_config.vocab_size)
         logger.info("no GPU here: running on the CPU")
     if config.dtype not in ("auto", "float32"):
         logger.info("dtype %s is the GPU's; the CPU computes in float32", config.dtype)
@@ -86,7 +92,12 @@ def build_engine(config: EngineConfig, model_config: ModelConfig, model: Model, 
                  load_tokenizer: Callable[[], Tokenizer]) -> StartedEngine:
     """KV cache, scheduler and runner around a loaded model."""
     kv_dtype = kv_cache_dtype(config, ops)
-    num_blocks = config.num_kv_blocks or kv_blocks_that_fit(config, model_config, ops)
+    available = int(config.cpu_kv_cache_gb * GIB)
+    if ops.name == "cuda":
+        from zhilight.engine.warmup import warm_up
+
+        available = warm_up(config, model_config, model, ops)
+    num_blocks = config.num_kv_blocks or kv_blocks_that_fit(config, model_config, ops, available)
     capacity = num_blocks * config.block_size
     max_model_len = choose_model_len(config, model_config, capacity)
     config = replace(config, max_model_len=max_model_len, num_kv_blocks=num_blocks,
@@ -102,8 +113,12 @@ def build_engine(config: EngineConfig, model_config: ModelConfig, model: Model, 
     kv_cache = ops.kv_cache(model_config.num_layers, num_blocks, model_config.num_kv_heads, config.block_size,
                             model_config.head_dim, kv_dtype)
     runner = Runner(model, ops, kv_cache, sampler)
+    if ops.name == "cuda" and not config.enforce_eager:
+        from zhilight.engine.graph_runner import GraphRunner
+
+        runner = GraphRunner(model, ops, kv_cache, sampler, min(config.max_graph_batch, config.max_num_seqs))
     core = EngineCore(runner, scheduler, enable_overlap=config.enable_overlap, check_invariants=config.check_invariants,
-                      compile_grammar=_GrammarCompiler(load_tokenizer))
+                      compile_grammar=_GrammarCompiler(load_tokenizer, model_config))
     return StartedEngine(core, config, model_config, max_model_len, num_blocks)
 
 
@@ -129,9 +144,8 @@ def kv_cache_dtype(config: EngineConfig, ops: Ops) -> Any:
     if ops.name == "cpu":
         raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; the CPU keeps its KV cache in float32. "
                           "Leave it at auto.")
-    from zhilight.driver import dtype as dtypes
-
-    return dtypes.BY_NAME[config.kv_cache_dtype]
+    raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}; the attention kernels read bfloat16 and float16 in this "
+                      "version. Leave it at auto.")
 
 
 def kv_block_bytes(config: EngineConfig, model_config: ModelConfig, itemsize: int) -> int:
@@ -139,15 +153,12 @@ def kv_block_bytes(config: EngineConfig, model_config: ModelConfig, itemsize: in
     return model_config.num_layers * 2 * model_config.num_kv_heads * config.block_size * model_config.head_dim * itemsize
 
 
-def kv_blocks_that_fit(config: EngineConfig, model_config: ModelConfig, ops: Ops) -> int:
-    """KV blocks that the memory set aside for them holds. Raises ConfigError when that is not even one."""
+def kv_blocks_that_fit(config: EngineConfig, model_config: ModelConfig, ops: Ops, available: int) -> int:
+    """KV blocks that `available` bytes hold. Raises ConfigError when that is not even one."""
     dtype = kv_cache_dtype(config, ops) or ops.dtype
     block = kv_block_bytes(config, model_config, dtype.itemsize)
-    if ops.name == "cpu":
-        available, setting = int(config.cpu_kv_cache_gb * GIB), "cpu_kv_cache_gb"
-    else:
-        available, setting = ops.kv_budget(config), "gpu_memory_utilization"
     if available < block:
+        setting = "cpu_kv_cache_gb" if ops.name == "cpu" else "gpu_memory_utilization"
         raise ConfigError(f"one KV block takes {block / GIB:.3f} GiB but the KV cache has {max(available, 0) / GIB:.3f} GiB. "
                           f"Raise {setting} ({getattr(config, setting)}) or lower block_size ({config.block_size}).")
     return available // block
@@ -187,15 +198,17 @@ def choose_model_len(config: EngineConfig, model_config: ModelConfig, capacity: 
 class _GrammarCompiler:
     """Compiles grammars with the model's tokenizer, which the engine process reads only when it is needed."""
 
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer]):
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], model_config: ModelConfig):
         self._load = load_tokenizer
+        self._model_config = model_config
         self._tokenizer: Tokenizer | None = None
 
-    def __call__(self, structured: Any) -> Any:
-        from zhilight.engine.structured import compile_grammar
+    def __call__(self, structured: StructuredOutput) -> GrammarState:
+        from zhilight.engine.structured import GrammarState, compile_grammar
 
         self._tokenizer = self._tokenizer or self._load()
-        return compile_grammar(structured, self._tokenizer)
+        return GrammarState(compile_grammar(structured, self._tokenizer, vocab_size=self._model_config.vocab_size,
+                                            eos_token_ids=self._model_config.eos_token_ids))
 
 
 @contextmanager
