@@ -135,8 +135,8 @@ def compile_variants(bench: Bench, tokens: list[int], variants: dict[str, tuple[
             for n, _, silu_mul in (*LAYER, (4096, 4096, False), (28672, 4096, False), (128256, 4096, False)):
                 for overlap in (False, True):
                     for out_dtype in (bfloat16, float32) if n == 128256 else (bfloat16,):
-                        kernel, _ = variant_kernel(bfloat16, out_dtype, m, n, silu_mul, overlap, runtime.multiprocessors * scale,
-                                                   runtime.capability, constants)
+                        kernel, _ = variant_kernel(bfloat16, out_dtype, m, n, silu_mul, overlap,
+                                                   runtime.multiprocessors * scale, runtime.capability, constants)
                         kernels[kernel.name] = kernel
     for result in compile_all(list(kernels.values()), runtime.capability, progress=False):
         if result.error or result.resources.stack:
@@ -151,7 +151,7 @@ VARIANTS = {
     "8x64 s4": ({"stages": 4}, 1),
     "8x128 s3": ({"k_tile": 128, "stages": 3}, 1),
     "4x128 s6": ({"warps": 4, "k_tile": 128}, 1),
-    "4x64 s6 2 blocks": ({"warps": 4}, 2),
+    "4x64 s6 2 blocks": ({"warps": 4, "min_blocks": 4}, 2),
 }
 """Constants and blocks a multiprocessor."""
 
