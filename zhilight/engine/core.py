@@ -136,6 +136,7 @@ class EngineCore:
                     device += self._read()
                 if late:
                     self.runner.complete(flight)
+                    self._end_stuck_grammars()
                 self._flight = flight
                 self._stats.steps += 1
         except DeviceError:
@@ -245,6 +246,12 @@ class EngineCore:
                 param = getattr(error, "param", None) or "structured"
                 reason = "refused" if isinstance(error, ZhiLightError) else "error"
                 self._finish(request, Finished(handle, reason, error=str(error), param=param))
+
+    def _end_stuck_grammars(self) -> None:
+        faults, self.runner.sampler.faults = self.runner.sampler.faults, []
+        for request, error in faults:
+            self.scheduler.remove(request)
+            self._finish(request, Finished(request.handle, "error", error=str(error), param=error.param))
 
     def _advance_grammars(self, handles: np.ndarray, tokens: np.ndarray) -> None:
         for handle, token in zip(handles.tolist(), tokens.tolist(), strict=True):

@@ -15,6 +15,7 @@ import numpy as np
 from zhilight.driver import dtype as dtypes
 from zhilight.engine.batch import SlotTable, StepPlan
 from zhilight.engine.request import Request
+from zhilight.errors import RequestError
 from zhilight.ops.base import Array, Ops, SamplingBatch
 
 FORBIDDEN = np.float32(-np.inf)
@@ -69,6 +70,8 @@ class Sampler:
         self._unseeded: dict[int, int] = {}
         self._prompt_mask: Array | None = None
         self._output_counts: Array | None = None
+        self.faults: list[tuple[Request, RequestError]] = []
+        """Requests whose grammar allows no further token; the engine loop ends them and clears the list."""
         self._last_slots: np.ndarray | None = None
         self._last: SamplingBatch | None = None
         self._last_count_slots: np.ndarray | None = None
@@ -230,7 +233,11 @@ class Sampler:
             if settings.mask is not None:
                 allowed[row] = settings.mask
             if settings.request is not None and self._alive(plan, row):
-                grammar_mask = settings.request.grammar.mask()
+                try:
+                    grammar_mask = settings.request.grammar.mask()
+                except RequestError as error:
+                    self.faults.append((settings.request, error))
+                    continue
                 allowed[row, : len(grammar_mask)] &= grammar_mask[: self._words]
                 allowed[row, len(grammar_mask) :] = 0  # ids that the tokenizer does not have
         return {"allowed_mask": self._put("allowed_mask", allowed)}
