@@ -49,3 +49,34 @@ def pool(device, stream):
     with MemoryPool(device, budget, debug=True, stream=stream) as pool:
         yield pool
         stream.synchronize()
+
+
+@pytest.fixture
+def runtime(device, stream, pool):
+    """What the host side of a kernel needs, with 512 MiB of scratch memory."""
+    from zhilight.driver import dtype as dtypes
+    from zhilight.kernels.runtime import Runtime
+
+    capability = (*device.capability, "a" if device.capability[0] == 9 else "")
+    return Runtime(stream, capability, device.multiprocessors,
+                   lambda nbytes: pool.allocate("weights", (nbytes,), dtypes.uint8, 1024).address, 512 << 20)
+
+
+@pytest.fixture
+def put(pool, stream):
+    """put(array, dtype=None) -> a Tensor with the host array's values, on the device."""
+    from zhilight.driver.dtype import from_numpy
+
+    def upload(array, dtype=None):
+        dtype = dtype or from_numpy(array.dtype)
+        tensor = pool.allocate("weights", array.shape, dtype)
+        tensor.copy_from_host(array.astype(dtype.numpy), stream)
+        return tensor
+
+    return upload
+
+
+@pytest.fixture
+def poisoned(pool):
+    """poisoned(shape, dtype) -> a Tensor full of 0xFF bytes (NaN), so that what is not written shows."""
+    return lambda shape, dtype: pool.allocate("weights", shape, dtype)
