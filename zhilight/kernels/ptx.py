@@ -230,6 +230,7 @@ mbarrier_arrive_cluster = ptx(
 cluster_address = ptx("mapa.shared::cluster.u32 $0, $1, $2;", u32, u32, u32, memory=False)
 """The cluster-wide address of shared address $1 in block $2 of the cluster."""
 store_cluster_f32x4 = ptx("st.shared::cluster.v4.f32 [$0], {$1,$2,$3,$4};", void, u32, f32, f32, f32, f32)
+load_cluster_f32x4 = ptx("ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [$4];", F4, u32)
 mbarrier_wait = ptx("{ .reg .pred p; WAIT_${:uid}: mbarrier.try_wait.parity.shared.b64 p, [$0], $1; @p bra DONE_${:uid}; "
                     "bra WAIT_${:uid}; DONE_${:uid}: }", void, u32, u32)
 mbarrier_wait_cluster = ptx("{ .reg .pred p; WAIT_${:uid}: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1; "
