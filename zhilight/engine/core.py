@@ -342,9 +342,10 @@ class EngineCore:
         return out
 
     def close(self) -> None:
-        """Stop the compiler's thread and end the step in flight."""
+        """Stop the compiler's thread, end the step in flight and give the device's memory back."""
         if self._compiler is not None:
             self._compiler.shutdown(wait=False, cancel_futures=True)
         if self._flight is not None:
             self._flight.read_tokens()
             self._flight = None
+        self.runner.ops.close()

@@ -128,6 +128,10 @@ class LLM:
         """The engine's gauges and counters now."""
         return self._core.stats()
 
+    def close(self) -> None:
+        """Give the device's memory back. The LLM cannot be used afterwards."""
+        self._core.close()
+
     # ---- details ----------------------------------------------------------------------------------------------
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> CollectedRequest:

@@ -274,6 +274,9 @@ class Ops(ABC):
     def synchronize(self) -> None:
         """Wait for all queued work."""
 
+    def close(self) -> None:  # noqa: B027 (a backend without a device has nothing to give back)
+        """Wait for all queued work and give the device's memory back. Arrays of this backend are dead from now on."""
+
 
 @dataclass(frozen=True)
 class StepArrays:
