@@ -18,10 +18,12 @@ torch = pytest.importorskip("torch")
 
 
 TILES = [Tile(columns, share) for columns in (64, 96, 112, 128, 144, 160, 192, 208, 224, 240, 256) for share in (1, 2)]
-TILES += [Tile(256, 2, 1, 4, 2), Tile(256, 1, 1, 8, 1)]
-TILES += [Tile(columns, 1, split) for columns, split in (
+TILES += [Tile(columns, share_x=2) for columns in (64, 128, 192, 256)]
+TILES += [Tile(256, 2, band=4, lag=2), Tile(256, lag=1), Tile(256, 2, 2), Tile(128, 1, 4), Tile(128, 2, 1, 2),
+          Tile(192, 1, 2, 2), Tile(192, 1, 2, 4), Tile(128, 1, 4, 2), Tile(128, 2, 2, 2)]
+TILES += [Tile(columns, split=split) for columns, split in (
     (64, 2), (96, 2), (128, 2), (128, 4), (128, 8), (192, 2), (192, 4), (256, 4), (256, 8))]
-EPILOGUE_TILES = [Tile(256, 2), Tile(256, 1), Tile(160, 2), Tile(128, 1), Tile(128, 1, 4), Tile(192, 1, 2)]
+EPILOGUE_TILES = [Tile(256, 2), Tile(256, 1), Tile(160, 2), Tile(128), Tile(128, 1, 2, 2), Tile(192, split=4)]
 EPILOGUES = [
     {"bias": True}, {"silu_mul": True}, {"silu_mul": True, "bias": True}, {"out_dtype": torch.float32, "scale": 0.25},
     {"dtype": torch.float16}, {"dtype": torch.float16, "bias": True, "silu_mul": True},
@@ -48,14 +50,13 @@ def kernels():
     """What the tests below launch, to be compiled at once."""
     plain = (torch.bfloat16, torch.bfloat16, False, False)
     wanted = [(tile, *plain, False) for tile in TILES]
-    wanted += [(tile, *plain, True) for tile in (Tile(256, 2), Tile(128, 1, 4))]
+    wanted += [(tile, *plain, True) for tile in (Tile(256, 2), Tile(128, 1, 2, 2))]
     for tile in EPILOGUE_TILES:
         for options in EPILOGUES:
             dtype = options.get("dtype", torch.bfloat16)
             wanted.append((tile, dtype, options.get("out_dtype", dtype), "bias" in options, "silu_mul" in options, False))
     for tile, dtype, out_dtype, bias, silu_mul, overlap in wanted:
-        yield gemm_sm90_kernel(tile.columns, tile.share, tile.split, dtype_of(dtype), dtype_of(out_dtype), bias, silu_mul,
-                               overlap, tile.group, tile.lag)
+        yield gemm_sm90_kernel(tile, dtype_of(dtype), dtype_of(out_dtype), bias, silu_mul, overlap)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_epilogues(runtime, tile, options):
     check(runtime, 77, 16, 64, tile=tile, **options)
 
 
-@pytest.mark.parametrize("tile", [None, Tile(256, 2), Tile(128, 1, 4)], ids=str)
+@pytest.mark.parametrize("tile", [None, Tile(256, 2), Tile(128, 1, 2, 2)], ids=str)
 def test_strides_and_overlap(runtime, tile):
     for overlap in (False, True):
         check(runtime, 321, 1032, 1096, tile=tile, stride=64, overlap=overlap)
@@ -140,7 +141,7 @@ def test_overlap_waits_for_the_kernel_before(runtime):
     torch.manual_seed(3)
     weights = [(torch.randn(1024, 1024, device="cuda") * 1024 ** -0.5).bfloat16() for _ in range(6)]
     first = torch.randn(300, 1024, device="cuda").bfloat16()
-    for tile in (None, Tile(256, 2), Tile(128, 1, 4)):
+    for tile in (None, Tile(256, 2), Tile(128, 1, 2, 2)):
         for _ in range(5):
             x, reference = first, first
             for weight in weights:
@@ -152,7 +153,7 @@ def test_overlap_waits_for_the_kernel_before(runtime):
             assert ((x.double() - reference.double()).norm() / reference.double().norm()).item() < 1e-2
 
 
-@pytest.mark.parametrize("tile", [Tile(256, 2), Tile(160, 2), Tile(128, 1, 4)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(256, 2), Tile(160, 2), Tile(128, 1, 2, 2)], ids=str)
 def test_same_bits_again(runtime, tile):
     torch.manual_seed(5)
     x = torch.randn(777, 2048, device="cuda").bfloat16()

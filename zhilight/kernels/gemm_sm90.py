@@ -7,7 +7,8 @@ interleaved in weight. N and K are multiples of 8 (N of 16 with silu_mul), M is 
 A block computes tiles of 128 x tile_n: one producer thread feeds a ring of shared-memory stages (64 of K each) through the
 bulk tensor copy engine, two consumer warpgroups of 64 rows each issue wgmma, mbarriers hand the stages over. The grid is
 persistent, tiles in groups that share rows and columns in L2. Work is spread over blocks in three ways (gemm_sm90_tiles):
-  share 2: two blocks of a cluster take neighbouring row tiles; each loads half of the weight tile and multicasts it to both.
+  share_weight 2: two blocks of a cluster take neighbouring row tiles; each loads half of the weight tile and multicasts it
+    to both. share_x: the same with neighbouring column tiles and the tile of x.
   split S: the S blocks of a cluster split K and add their parts through distributed shared memory, in a fixed order.
   tile_n: any multiple of 16 up to 256, so that tiles fill whole waves of multiprocessors.
 Results are the same bits from run to run.
@@ -80,35 +81,53 @@ def stages_that_fit(tile_n: int) -> int:
 
 
 @cuda.jit(device=True)
-def place(t, rows, columns, group):
-    """Tile number -> (row tile, column tile): bands of `group` row tiles, column by column within a band."""
-    width = group * columns
-    band = t // width
-    first = band * group
-    height = min(rows - first, group)
-    inside = t - band * width
+def place(t, rows, columns, band):
+    """Tile number -> (row tile, column tile): bands of `band` row tiles, column by column within a band."""
+    first = t // (band * columns) * band
+    height = min(rows - first, band)
+    inside = t - first * columns
     return first + inside % height, inside // height
 
 
 @kernel_factory
-def gemm_sm90_kernel(tile_n: int, share: int, split: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool,
-                     overlap: bool, group: int = 8, lag: int = 0) -> Kernel:
-    """The arguments are those of Tile and of gemm_sm90; share or split is 1."""
+def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, overlap: bool) -> Kernel:
+    """The arguments are those of gemm_sm90. Rank in a cluster: ((part of K) * share_x + column) * share_weight + row."""
+    tile_n, share_w, share_x, split, lag = tile.columns, tile.share_weight, tile.share_x, tile.split, tile.lag
+    band = tile.band
+    share = share_w * share_x
     cluster = share * split
+    peers = share_w + share_x - 1
     stages = stages_that_fit(tile_n)
-    w_rows = tile_n // share
+    x_rows, w_rows = ROWS // share_x, tile_n // share_w
     stage_bytes = X_BYTES + tile_n * STEP * 2
-    w_part = w_rows * STEP * 2
+    x_part, w_part = x_rows * STEP * 2, w_rows * STEP * 2
     out_columns = (tile_n // 2 if silu_mul else tile_n) // split
-    everyone = (1 << share) - 1
+    w_mask = (1 << share_w) - 1
+    x_mask = sum(1 << (c * share_w) for c in range(share_x))
     descriptor = shared_tensor_descriptor(1024)
     multiply = wgmma_shared(tile_n, dtype)
     zero = zeros(tile_n)
     store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, BUFFERS)
-    scatter = epilogue.scatter(tile_n, split)
+    scatter = epilogue.scatter(tile_n, split, share)
     gather = epilogue.gather(tile_n, split)
     wait_one, wait_all, wait_stored = wgmma_wait(1), wgmma_wait(0), bulk_wait_read(0)
-    give_registers, take_registers = set_max_registers(40, False), set_max_registers(232, True)
+    give_registers, take_registers = set_max_registers(64, False), set_max_registers(224, True)
+
+    @cuda.jit(device=True)
+    def free(barrier, peer):
+        if peer >= i32(0):
+            if share > 1:
+                mbarrier_arrive_cluster(barrier, u32(peer))
+            else:
+                mbarrier_arrive(barrier)
+
+    @cuda.jit(device=True)
+    def load_weight(ring, weight, barrier, kk, column, w_place, w_blocks):
+        if share_w > 1:
+            bulk_load_2d_multicast(ring + u32(X_BYTES) + u32(w_place) * u32(w_part), weight, barrier, kk,
+                                   column + w_place * i32(w_rows), w_blocks)
+        else:
+            bulk_load_2d(ring + u32(X_BYTES), weight, barrier, kk, column)
 
     @kernel(threads=384, shared=stages * stage_bytes + STAGING + 1024 + 256, cluster=cluster, min_capability=(9, 0, "a"),
             max_registers=168)
@@ -125,7 +144,7 @@ def gemm_sm90_kernel(tile_n: int, share: int, split: int, dtype: DType, out_dtyp
         if tid == i32(0):
             for s in range(stages):
                 mbarrier_init(full + u32(8 * s), u32(1))
-                mbarrier_init(empty + u32(8 * s), u32(2 * share))
+                mbarrier_init(empty + u32(8 * s), u32(2 * peers))
             fence_mbarrier_init()
             prefetch_tensor_map(x)
             prefetch_tensor_map(weight)
@@ -135,62 +154,60 @@ def gemm_sm90_kernel(tile_n: int, share: int, split: int, dtype: DType, out_dtyp
             cluster_arrive()
             cluster_wait()
 
-        row_tiles = (m + i32(share * ROWS - 1)) // i32(share * ROWS)
-        column_tiles = (n + i32(tile_n - 1)) // i32(tile_n)
+        part = rank // i32(share)
+        x_place = rank // i32(share_w) % i32(share_x)
+        w_place = rank % i32(share_w)
+        row_tiles = (m + i32(share_w * ROWS - 1)) // i32(share_w * ROWS)
+        column_tiles = (n + i32(share_x * tile_n - 1)) // i32(share_x * tile_n)
         tiles = row_tiles * column_tiles
-        top = m - row_tiles * i32(share * ROWS)
-        if share > 1:
-            top += rank * i32(ROWS)
+        top = m - row_tiles * i32(share_w * ROWS) + w_place * i32(ROWS)
+        left = x_place * i32(tile_n)
         first_tile = i32(cuda.blockIdx.x) // i32(cluster)
         tile_step = i32(cuda.gridDim.x) // i32(cluster)
         steps = (k + i32(STEP - 1)) // i32(STEP)
         first_step = i32(0)
         last_step = steps
         if split > 1:
-            first_step = steps * rank // i32(split)
-            last_step = steps * (rank + i32(1)) // i32(split)
+            first_step = steps * part // i32(split)
+            last_step = steps * (part + i32(1)) // i32(split)
 
         if warpgroup == i32(2):
             give_registers()
             if tid == i32(256):
+                w_blocks = u32(w_mask) << u32(rank - w_place)
+                x_blocks = u32(x_mask) << u32(part * i32(share) + w_place)
                 stage = i32(0)
                 phase = u32(1)
                 ahead = i32(0)
                 if overlap:
                     ahead = min(last_step - first_step, i32(stages))
-                    _, column_tile = place(first_tile, row_tiles, column_tiles, i32(group))
+                    _, column_tile = place(first_tile, row_tiles, column_tiles, i32(band))
                     for i in range(ahead):
-                        tile = base + u32(i) * u32(stage_bytes) + u32(X_BYTES)
                         barrier = full + u32(i) * u32(8)
                         mbarrier_expect(barrier, u32(stage_bytes))
-                        kk = (first_step + i32(i)) * i32(STEP)
-                        if share > 1:
-                            bulk_load_2d_multicast(tile + u32(rank) * u32(w_part), weight, barrier, kk,
-                                                   column_tile * i32(tile_n) + rank * i32(w_rows), u32(everyone))
-                        else:
-                            bulk_load_2d(tile, weight, barrier, kk, column_tile * i32(tile_n))
+                        load_weight(base + u32(i) * u32(stage_bytes), weight, barrier, (first_step + i32(i)) * i32(STEP),
+                                    left + column_tile * i32(share_x * tile_n), w_place, w_blocks)
                     grid_dependency_wait()
                 t = first_tile
                 while t < tiles:
-                    row_tile, column_tile = place(t, row_tiles, column_tiles, i32(group))
-                    row = top + row_tile * i32(share * ROWS)
-                    column = column_tile * i32(tile_n)
+                    row_tile, column_tile = place(t, row_tiles, column_tiles, i32(band))
+                    row = top + row_tile * i32(share_w * ROWS)
+                    column = left + column_tile * i32(share_x * tile_n)
                     step = first_step
                     while step < last_step:
-                        tile = base + u32(stage) * u32(stage_bytes)
+                        ring = base + u32(stage) * u32(stage_bytes)
                         barrier = full + u32(stage) * u32(8)
-                        kk = step * i32(STEP)
                         if ahead > i32(0):
                             ahead -= i32(1)
                         else:
                             mbarrier_wait(empty + u32(stage) * u32(8), phase)
                             mbarrier_expect(barrier, u32(stage_bytes))
-                            if share > 1:
-                                bulk_load_2d_multicast(tile + u32(X_BYTES) + u32(rank) * u32(w_part), weight, barrier, kk,
-                                                       column + rank * i32(w_rows), u32(everyone))
-                            else:
-                                bulk_load_2d(tile + u32(X_BYTES), weight, barrier, kk, column)
-                        bulk_load_2d(tile, x, barrier, kk, row)
+                            load_weight(ring, weight, barrier, step * i32(STEP), column, w_place, w_blocks)
+                        if share_x > 1:
+                            bulk_load_2d_multicast(ring + u32(x_place) * u32(x_part), x, barrier, step * i32(STEP),
+                                                   row + x_place * i32(x_rows), x_blocks)
+                        else:
+                            bulk_load_2d(ring, x, barrier, step * i32(STEP), row)
                         stage += i32(1)
                         if stage == i32(stages):
                             stage = i32(0)
@@ -211,9 +228,17 @@ def gemm_sm90_kernel(tile_n: int, share: int, split: int, dtype: DType, out_dtyp
             staggered = lag > 0 and last_step - first_step > i32(stages + lag)
             stage = i32(0)
             phase = u32(0)
+            # which block of the cluster this thread tells of a stage that is free: those that copy into it
+            peer = i32(-1)
+            if thread % i32(32) == i32(0) and thread < i32(32 * peers):
+                peer = thread // i32(32)
+                if peer < i32(share_w):
+                    peer += rank - w_place
+                else:
+                    peer = (part * i32(share_x) + (x_place + peer - i32(share_w - 1)) % i32(share_x)) * i32(share_w) + w_place
             t = first_tile
             while t < tiles:
-                row_tile, column_tile = place(t, row_tiles, column_tiles, i32(group))
+                row_tile, column_tile = place(t, row_tiles, column_tiles, i32(band))
                 if lag > 0:
                     if staggered and warpgroup == i32(1):
                         named_barrier(u32(1), u32(256))
@@ -222,9 +247,9 @@ def gemm_sm90_kernel(tile_n: int, share: int, split: int, dtype: DType, out_dtyp
                 step = first_step
                 while step < last_step:
                     mbarrier_wait(full + u32(stage) * u32(8), phase)
-                    tile = base + u32(stage) * u32(stage_bytes)
-                    a = descriptor(tile + u32(warpgroup) * u32(64 * STEP * 2))
-                    b = descriptor(tile + u32(X_BYTES))
+                    ring = base + u32(stage) * u32(stage_bytes)
+                    a = descriptor(ring + u32(warpgroup) * u32(64 * STEP * 2))
+                    b = descriptor(ring + u32(X_BYTES))
                     wgmma_fence()
                     acc = multiply(acc, a, b, i32(1))
                     acc = multiply(acc, a + u64(2), b + u64(2), i32(1))
@@ -233,11 +258,7 @@ def gemm_sm90_kernel(tile_n: int, share: int, split: int, dtype: DType, out_dtyp
                     wgmma_commit()
                     wait_one()
                     if step > first_step:
-                        if share > 1:
-                            if thread % i32(32) == i32(0) and thread < i32(32 * share):
-                                mbarrier_arrive_cluster(empty + u32(previous) * u32(8), u32(thread // i32(32)))
-                        elif thread == i32(0):
-                            mbarrier_arrive(empty + u32(previous) * u32(8))
+                        free(empty + u32(previous) * u32(8), peer)
                     previous = stage
                     stage += i32(1)
                     if stage == i32(stages):
@@ -248,20 +269,16 @@ def gemm_sm90_kernel(tile_n: int, share: int, split: int, dtype: DType, out_dtyp
                             named_barrier_arrive(u32(1), u32(256))
                     step += i32(1)
                 wait_all()
-                if share > 1:
-                    if thread % i32(32) == i32(0) and thread < i32(32 * share):
-                        mbarrier_arrive_cluster(empty + u32(previous) * u32(8), u32(thread // i32(32)))
-                elif thread == i32(0):
-                    mbarrier_arrive(empty + u32(previous) * u32(8))
-                row = top + row_tile * i32(share * ROWS) + warp * i32(epilogue.ROWS)
-                column = column_tile * i32(out_columns * split)
+                free(empty + u32(previous) * u32(8), peer)
+                row = top + row_tile * i32(share_w * ROWS) + warp * i32(epilogue.ROWS)
+                column = (column_tile * i32(share_x) + x_place) * i32(out_columns * split)
                 if split > 1:
                     cluster_arrive()
                     cluster_wait()
                     scatter(acc, base, u32(rank), u32(tid))
                     cluster_arrive()
                     cluster_wait()
-                    store(gather(base, u32(tid)), slabs, lane, out, column + rank * i32(out_columns), row,
+                    store(gather(base, u32(tid)), slabs, lane, out, column + part * i32(out_columns), row,
                           address(bias_values), n, scale)
                 else:
                     store(acc, slabs, lane, out, column, row, address(bias_values), n, scale)
@@ -273,7 +290,7 @@ def gemm_sm90_kernel(tile_n: int, share: int, split: int, dtype: DType, out_dtyp
                 cluster_wait()
                 cluster_arrive()
                 cluster_wait()
-        if share > 1:
+        elif share > 1:
             # a block's barriers and stages must outlive the arrivals and copies of its neighbour
             cluster_arrive()
             cluster_wait()
@@ -294,14 +311,13 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
     if m == 0:
         return
     tile = tile or choose_tile(m, n, k, runtime.multiprocessors)
-    found = gemm_sm90_kernel(tile.columns, tile.share, tile.split, x.dtype, out.dtype, bias is not None, silu_mul, overlap,
-                             tile.group, tile.lag)
+    found = gemm_sm90_kernel(tile, x.dtype, out.dtype, bias is not None, silu_mul, overlap)
     size, out_size = x.dtype.itemsize, out.dtype.itemsize
     out_tile = (tile.columns // 2 if silu_mul else tile.columns) // tile.split
     pitch = epilogue.slab_bytes(out_tile, out.dtype)
-    maps = (runtime.tensor_map(x.address, x.dtype, (MAX_ROWS, k), (x.strides[0] * size,), (ROWS, STEP)),
+    maps = (runtime.tensor_map(x.address, x.dtype, (MAX_ROWS, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP)),
             runtime.tensor_map(weight.address, x.dtype, (n, k), (weight.strides[0] * size,),
-                               (tile.columns // tile.share, STEP)),
+                               (tile.columns // tile.share_weight, STEP)),
             runtime.tensor_map(out.address, out.dtype, (MAX_ROWS, out.shape[1]), (out.strides[0] * out_size,),
                                (epilogue.ROWS, pitch // out_size), pitch))
     found.launch(tile.grid(m, n, runtime.multiprocessors), *maps, 0 if bias is None else bias.address, scale, m, n, k,
@@ -336,12 +352,12 @@ def _check(x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool, scale: floa
 
 def catalogue() -> Iterator[Kernel]:
     """Each code path once, at the tiles that most shapes take."""
-    for dtype in (bfloat16, float16):
-        yield gemm_sm90_kernel(256, 2, 1, dtype, dtype, False, False, True)
-    for tile_n, share, split in ((256, 1, 1), (192, 2, 1), (160, 2, 1), (128, 1, 1), (128, 1, 4)):
-        yield gemm_sm90_kernel(tile_n, share, split, bfloat16, bfloat16, False, False, True)
-    yield gemm_sm90_kernel(256, 2, 1, bfloat16, bfloat16, True, False, True)
-    yield gemm_sm90_kernel(256, 2, 1, bfloat16, bfloat16, False, True, True)
-    yield gemm_sm90_kernel(256, 2, 1, bfloat16, bfloat16, True, True, False)
-    yield gemm_sm90_kernel(256, 1, 1, bfloat16, float32, False, False, True)
-    yield gemm_sm90_kernel(128, 1, 4, bfloat16, bfloat16, True, True, True)
+    wide, split = Tile(256, share_weight=2), Tile(128, share_x=2, split=2)
+    for tile in (wide, Tile(256), Tile(192, share_weight=2), Tile(160, share_weight=2), Tile(128), split):
+        yield gemm_sm90_kernel(tile, bfloat16, bfloat16, False, False, True)
+    yield gemm_sm90_kernel(wide, float16, float16, False, False, True)
+    yield gemm_sm90_kernel(wide, bfloat16, bfloat16, True, False, True)
+    yield gemm_sm90_kernel(wide, bfloat16, bfloat16, False, True, True)
+    yield gemm_sm90_kernel(wide, bfloat16, bfloat16, True, True, False)
+    yield gemm_sm90_kernel(Tile(256), bfloat16, float32, False, False, True)
+    yield gemm_sm90_kernel(split, bfloat16, bfloat16, True, True, True)

@@ -177,11 +177,12 @@ def _float_literal(value: float) -> str:
 
 
 @functools.cache
-def scatter(columns: int, split: int):
-    """The intrinsic (accumulator(columns), exchange, rank, thread): send each block of the cluster its columns' partial sums.
+def scatter(columns: int, split: int, share: int):
+    """The intrinsic (accumulator(columns), exchange, rank, thread): send each block that splits K its columns' partial sums.
 
-    Block o owns columns o * columns / split and on. exchange: shared address, the same in each block, of 128 x columns
-    float32; thread: 0..255 among the consumers. A cluster barrier must follow.
+    Blocks rank % share, + share, + 2 share ... of the cluster split K; the o-th of them owns columns o * columns / split and
+    on. exchange: shared address, the same in each block, of 128 x columns float32; thread: 0..255 among the consumers. A
+    cluster barrier must follow.
     """
     groups = columns // 8 // split
     kind = accumulator(columns)
@@ -190,10 +191,11 @@ def scatter(columns: int, split: int):
     def send(typingctx, acc, exchange, rank, thread):
         def generate(context, builder, signature, arguments):
             acc, exchange, rank, thread = arguments
-            local = assemble(builder, f"{{ .reg .u32 t; mad.lo.u32 t, $2, {groups * 4096}, $1; mad.lo.u32 $0, $3, 16, t; }}",
-                             [u32], [exchange, rank, thread], [u32] * 3, 0, False)
+            local = assemble(builder, f"{{ .reg .u32 t; div.u32 t, $2, {share}; mad.lo.u32 t, t, {groups * 4096}, $1; "
+                             "mad.lo.u32 $0, $3, 16, t; }", [u32], [exchange, rank, thread], [u32] * 3, 0, False)
             for owner in range(split):
-                remote = assemble(builder, f"mapa.shared::cluster.u32 $0, $1, {owner};", [u32], [local], [u32], 0, False)
+                remote = assemble(builder, f"{{ .reg .u32 t; rem.u32 t, $2, {share}; add.u32 t, t, {owner * share}; "
+                                  "mapa.shared::cluster.u32 $0, $1, t; }", [u32], [local, rank], [u32, u32], 0, False)
                 for group in range(groups):
                     values = [builder.extract_value(acc, 4 * (owner * groups + group) + i) for i in range(4)]
                     assemble(builder, f"st.shared::cluster.v4.f32 [$0+{group * 4096}], {{$1,$2,$3,$4}};", [],
