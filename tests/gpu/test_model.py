@@ -80,7 +80,8 @@ def test_logits_match_the_cpu(folder, cuda_ops):
 def test_text_does_not_depend_on_how_it_runs(folder, options):
     rng = np.random.default_rng(5)
     prompts = [{"prompt_token_ids": rng.integers(3, SHAPE["vocab_size"], n).tolist()} for n in (1, 17, 64, 130, 201)]
-    params = [SamplingParams(temperature=t, seed=7, max_tokens=20, ignore_eos=True, top_p=0.9, detokenize=False) for t in (0, 1, 0, 0.7, 1)]
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=20, ignore_eos=True, top_p=0.9, detokenize=False)
+              for t in (0, 1, 0, 0.7, 1)]
 
     def tokens(**given):
         settings = {"device": "cuda", "gpu_memory_utilization": 0.3, "max_num_batched_tokens": 512, "max_num_seqs": 16,
