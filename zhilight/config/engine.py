@@ -24,6 +24,7 @@ class EngineConfig:
         "help": 'model folder, GGUF file, hub name, or "demo" (SmolLM2-135M-Instruct)',
         "choices": None, "aliases": ("--model-path",)})
     tokenizer: str | None = _option(None, "tokenizer folder or hub name, when not the model's own")
+    skip_tokenizer_init: bool = _option(False, "read no tokenizer: token ids in and out only (offline)")
     revision: str | None = _option(None, "hub revision of the model")
     device: str = _option("auto", "where to run; auto takes the GPU when there is one", choices=("auto", "cuda", "cpu"))
     device_index: int = _option(0, "which GPU")

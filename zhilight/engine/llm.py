@@ -48,7 +48,7 @@ class LLM:
         self.model_config = started.model_config
         self.max_model_len = started.max_model_len
         self._core = started.core
-        self.tokenizer = load_tokenizer_of(engine_config)
+        self.tokenizer = None if engine_config.skip_tokenizer_init else load_tokenizer_of(engine_config)
         self._collector = Collector(self.tokenizer)
         self._count = 0
 
@@ -136,6 +136,8 @@ class LLM:
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> CollectedRequest:
         text, ids = self._ids(prompt)
+        if self.tokenizer is None:
+            params = replace(params, detokenize=False)
         array = validate_prompt(ids, params, self.model_config.vocab_size, self.max_model_len)
         bad_words = self._collector.bad_word_ids(params)
         self._count += 1
@@ -212,6 +214,10 @@ class LLM:
         return list(params)
 
     def _ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        is_text = isinstance(prompt, str) or (isinstance(prompt, dict) and "prompt_token_ids" not in prompt)
+        if self.tokenizer is None and is_text:
+            raise RequestError("the engine runs without a tokenizer (skip_tokenizer_init): give prompt_token_ids.",
+                               param="prompt")
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, dict):

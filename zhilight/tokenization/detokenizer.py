@@ -32,14 +32,17 @@ class TextDelta:
 class Detokenizer:
     """Text of one choice. `prompt_token_ids` decide whether its first token opens a text (a leading space is dropped)."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams):
+    def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int], params: SamplingParams):
+        """tokenizer: may be None when params.detokenize is off."""
         self._tokenizer = tokenizer
         self._params = params
+        self._stopped = False
+        if not params.detokenize:
+            return
         self._hidden = tokenizer.all_special_ids if params.skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._tokens = 0
-        self._stopped = False
         self._at_start = not any(i not in self._hidden for i in prompt_token_ids)
         self._strip_space = tokenizer.leading_space is LeadingSpace.STRIP_ONE and self._at_start
         self._prime(prompt_token_ids)
