@@ -105,6 +105,10 @@ class Tokenizer:
         """The vocabulary's own form of one id ("Ġthe", "<0xE4>"); "" for an id without a token."""
         return self.backend.id_to_token(token_id) or ""
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one entry of the vocabulary in its own form, or None."""
+        return self.backend.token_to_id(token)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one id adds to a text, its leading space included; b"" for an id without a token."""
         data = self._bytes.get(token_id)
