@@ -1,6 +1,6 @@
 """Dense GEMM for few tokens beside cuBLAS, and the weights of a whole decode step of Llama-3-8B as one CUDA graph.
 
-python bench/kernels/gemm_small.py [--json FILE] [--tokens 1 8 16] [--variants]
+python bench/kernels/gemm_small.py [--json FILE] [--tokens 1 8 16] [--variants] [--swapped]
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from harness import Bench, Record, copies, view, write
 from zhilight.driver.compiler import compile_all
 from zhilight.driver.dtype import bfloat16, float32
 from zhilight.kernels import gemm_small as small
+from zhilight.kernels import gemm_swapped as swapped
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 LAYER = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False))
@@ -32,8 +33,8 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def isolated(bench: Bench, m: int, gemms: dict[str, Callable], shapes: Any = SHAPES) -> list[Record]:
-    """Each shape by itself, beside cuBLAS in the same rounds."""
-    records = []
+    """Each shape by itself, beside cuBLAS in the same rounds. Prints microseconds, a column a shape."""
+    records, rows = [], {name: [] for name in ("cuBLAS", *gemms)}
     for n, k in shapes:
         sets = [(random(m, k), random(n, k), torch.empty(m, n, device="cuda", dtype=torch.bfloat16))
                 for _ in range(copies(n * k * 2))]
@@ -44,7 +45,11 @@ def isolated(bench: Bench, m: int, gemms: dict[str, Callable], shapes: Any = SHA
         for name in gemms:
             records.append(Record(name, f"{m}x{n}x{k}", times[name], "cuBLAS", times["cuBLAS"],
                                   gb_s=n * k * 2 / times[name] / 1e3))
-            print(records[-1].line(), flush=True)
+        for name, row in rows.items():
+            row.append(f"{times[name]:8.2f} ({times['cuBLAS'] / times[name]:5.3f})")
+    print(f"M={m:<20}", *(f"{n}x{k}".rjust(16) for n, k in shapes))
+    for name, row in rows.items():
+        print(f"{name:<22}", *row, flush=True)
     return records
 
 
@@ -143,6 +148,36 @@ def compile_variants(bench: Bench, tokens: list[int], variants: dict[str, tuple[
             print(result.name, result.error or result.resources, flush=True)
 
 
+def swapped_shape(m: int, n: int, blocks: int, split: int, nbytes: int, multiprocessors: int) -> swapped.Shape:
+    rows = min(128, -(-n * split // (multiprocessors * blocks) // 8) * 8)
+    return swapped.ring(rows, split, swapped.tokens_of(m), nbytes)
+
+
+def swapped_variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False, overlap: bool = False, *,
+                    blocks: int, split: int, nbytes: int) -> None:
+    shape = swapped_shape(x.shape[0], weight.shape[0], blocks, split, nbytes, runtime.multiprocessors)
+    swapped.gemm_swapped(runtime, x, weight, out, silu_mul=silu_mul, overlap=overlap, shape=shape)
+
+
+def compile_swapped(bench: Bench, tokens: list[int], variants: dict[str, dict]) -> None:
+    kernels = {}
+    for constants in variants.values():
+        for m in tokens:
+            for n, _, silu_mul in (*LAYER, (28672, 4096, False), (128256, 4096, False)):
+                for overlap in (False, True):
+                    for out_dtype in (bfloat16, float32) if n == 128256 else (bfloat16,):
+                        s = swapped_shape(m, n, **constants, multiprocessors=bench.runtime.multiprocessors)
+                        kernel = swapped.gemm_swapped_kernel(bfloat16, out_dtype, swapped.tokens_of(m), s.rows, s.split,
+                                                             s.stages, False, silu_mul, overlap, s.steps_a_stage)
+                        kernels[kernel.name] = kernel
+    for result in compile_all(list(kernels.values()), bench.runtime.capability, progress=False):
+        if result.error or result.resources.stack:
+            print(result.name, result.error or result.resources, flush=True)
+
+
+SWAPPED = {f"swap {blocks}b s{split} {size}K": {"blocks": blocks, "split": split, "nbytes": size << 10}
+           for blocks, split, size in ((1, 1, 100), (2, 1, 100), (1, 2, 100), (2, 2, 100), (2, 4, 100), (1, 2, 64), (2, 2, 64))}
+
 VARIANTS = {
     "8x64 s6": ({}, 1),
     "8x64 s6 no pf": ({"prefetch": 0}, 1),
@@ -162,6 +197,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--swapped", action="store_true")
     arguments = parser.parse_args()
     bench = Bench()
     gemms: dict[str, Callable] = {"gemm_small": small.gemm_small}
@@ -169,6 +205,10 @@ def main() -> None:
         compile_variants(bench, arguments.tokens, VARIANTS)
         gemms = {name: functools.partial(variant, constants=constants, grid_scale=scale)
                  for name, (constants, scale) in VARIANTS.items()}
+    if arguments.swapped:
+        compile_swapped(bench, arguments.tokens, SWAPPED)
+        gemms = {name: functools.partial(swapped_variant, **constants) for name, constants in SWAPPED.items()} | (
+            gemms if arguments.variants else {})
     records = []
     for m in arguments.tokens:
         step = Step(bench, m, arguments.layers)

@@ -60,7 +60,7 @@ _TOKEN_STRIDE = 20
 
 
 @cuda.jit(device=True)
-def _activation(v):
+def silu(v):
     """silu(v) = v / (1 + exp(-v))."""
     return v * reciprocal_approx(f32(1.0) + exp2_approx(v * f32(-1.4426950408889634)))
 
@@ -262,7 +262,7 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
                     y *= scale
                     if silu_mul:
                         up = cuda.shfl_xor_sync(0xFFFFFFFF, y, 1)
-                        y = _activation(y) * up
+                        y = silu(y) * up
                         inside = inside and (row % i32(2) == i32(0))
                         row = row // i32(2)
                     if inside:
