@@ -12,6 +12,8 @@ from zhilight.driver.compiler import Capability, Kernel
 
 MODULES = (
     "activation",
+    "attention_decode",
+    "attention_prefill",
     "embedding",
     "logprobs",
     "norm",

@@ -1,0 +1,531 @@
+"""Decode attention: one query token a sequence over the paged cache, split over the keys, merged in the same launch.
+
+    out[s, h] = sum_j softmax_j(cap(scale * q[s, h] . k[j, h // G])) v[j, h // G],  j < context_lens[s]
+
+Arrays: qkv [S, (Hq + 2 Hkv) * D] bf16 or fp16, q heads first, rows may be strided; kv_cache [B, 2, Hkv, P, D] contiguous;
+block_tables [S, W], context_lens [S] int32 (0: a graph's padding row: zeros are written, no block is read); out [S, Hq * D].
+G = Hq / Hkv is 1 to 16.
+
+Bytes: K and V of every context once, 4 D Hkv sum(context_lens); there is no other floor. Method: flash decoding (Dao et al.
+2023) with a plan that every block works out from context_lens, so that a captured graph's fixed grid is balanced at any
+lengths. The tiles of TILE keys of all (sequence, kv head) pairs are numbered; block i of n takes i T / n to (i + 1) T / n.
+A pair that lies in one block is written at once; the parts of others go to scratch memory, and the block that arrives last
+(a counter a pair) adds them up in the order of the keys, so that results do not depend on timing.
+
+A warp owns 16 keys of each tile: it copies them with cp.async through its own ring of stages, multiplies with mma.sync (the
+group's heads are the 16 rows) and keeps its own maximum, sum and accumulator. Warps meet only at a pair's end. The ring runs
+on across pairs, so the memory is never idle.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types as numba_types
+
+from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
+from zhilight.driver.dtype import DType, bfloat16, float16, float32, int32, uint32
+from zhilight.errors import ShapeError
+from zhilight.kernels.attention_mma import register_scores_mma, values_mma
+from zhilight.kernels.attention_prefill import HEAD_DIMS, check_arguments
+from zhilight.kernels.attention_tiles import HIDDEN, LOG2_E, LOWEST, cap_score
+from zhilight.kernels.ptx import (
+    FULL_WARP,
+    address,
+    atomic_inc_acq_rel_u32,
+    cp_async_16,
+    cp_async_16_zfill,
+    cp_async_commit,
+    cp_async_wait,
+    exp2_approx,
+    f32,
+    fence_gpu,
+    grid_dependency_launch,
+    grid_dependency_wait,
+    i32,
+    i64,
+    load_global_b32,
+    load_global_f32x2,
+    load_global_f32x4,
+    load_shared_b32,
+    load_shared_f32,
+    load_shared_f32x4,
+    pack,
+    shared_address,
+    store_global_f32x2,
+    store_global_f32x4,
+    store_global_v2,
+    store_global_v4,
+    store_shared_b32,
+    store_shared_f32,
+    u32,
+    u64,
+)
+from zhilight.kernels.runtime import Runtime
+
+MAX_SEQUENCES = 512
+"""Sequences of one launch; more are several launches."""
+MERGED_PARTS = 8
+"""Parts whose loads are in flight at once when a pair is added up."""
+
+
+@kernel_factory
+def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group: int, windowed: bool, capped: bool,
+                            overlap: bool, warps: int, stages: int, passes: int, min_blocks: int) -> Kernel:
+    """passes: column parts in which warps add up, to bound shared memory. min_blocks: blocks an SM to leave registers for."""
+    D, P, G, W, STAGES, PASSES = head_dim, block_size, group, warps, stages, passes
+    THREADS, TILE = 32 * W, 16 * W
+    STRIDE = 2 * D + 16                    # bytes of a row in shared memory: ldmatrix meets no bank twice
+    PIECES = D // 8                        # 16-byte pieces of a row
+    KT, DT = D // 16, D // 8
+    WIDE = G > 8
+    ROW_HALVES = 2 if WIDE else 1
+    HALF_TILE = 16 * STRIDE                # a warp's K, then its V
+    WARP_STAGE = 2 * HALF_TILE
+    MERGE_OFFSET = STAGES * W * WARP_STAGE
+    MERGE_COLUMNS = D // PASSES
+    MERGE_ROW = 4 * MERGE_COLUMNS + 32
+    SUMS_OFFSET = MERGE_OFFSET + W * G * MERGE_ROW      # maximum and sum of each warp's rows
+    LENS_OFFSET = SUMS_OFFSET + W * 16 * 8
+    SHARED = LENS_OFFSET + 4 * MAX_SEQUENCES
+    FLAG_OFFSET = MERGE_OFFSET + 4 * MERGE_COLUMNS      # in the padding of the first row
+    SLOT = G * D + 2 * G                   # floats of one part: rows, then maxima and sums
+    QUADS = G * MERGE_COLUMNS // 4
+    MAIN = 1 << (PIECES.bit_length() - 1)
+    multiply_scores = register_scores_mma(dtype, WIDE, KT, STRIDE)
+    multiply_values = values_mma(dtype, 1, 1, DT, STRIDE)
+    pack_pair = pack(dtype)
+    wait_stage = cp_async_wait(STAGES - 1)
+
+    def row_loader(start, width):
+        """Copies pieces start .. start + width of 16 rows with one warp."""
+        STEP = 32 // width
+
+        @cuda.jit(device=True)
+        def load(target, source, rows, lane):
+            row = lane // i32(width)
+            piece = (i32(start) + lane % i32(width)) * i32(16)
+            into = target + u32(row * i32(STRIDE) + piece)
+            source += u64(row * i32(2 * D) + piece)
+            if rows >= i32(16):
+                for i in range(16 // STEP):
+                    cp_async_16(into + u32(i * STEP * STRIDE), source + u64(i * STEP * 2 * D))
+            else:
+                for i in range(16 // STEP):
+                    size = u32(16) if row + i32(i * STEP) < rows else u32(0)
+                    cp_async_16_zfill(into + u32(i * STEP * STRIDE), source + u64(i * STEP * 2 * D), size)
+
+        return load
+
+    load_main = row_loader(0, MAIN)
+    load_rest = row_loader(MAIN, PIECES - MAIN) if PIECES > MAIN else load_main
+
+    @cuda.jit(device=True)
+    def first_tile(length, window):
+        if windowed:
+            return max(i32(0), length - window) // i32(TILE)
+        return i32(0)
+
+    @cuda.jit(device=True)
+    def count_tiles(length, window):
+        return (length + i32(TILE - 1)) // i32(TILE) - first_tile(length, window)
+
+    @cuda.jit(device=True)
+    def merge_parts(memory, o_to, first_block, parts, opens, tid):
+        index = tid
+        while index < i32(G * D // 4):
+            row = index // i32(D // 4)
+            column = index % i32(D // 4) * i32(4)
+            best = f32(2 * LOWEST)
+            sum_ = f32(0)
+            o0 = f32(0)
+            o1 = f32(0)
+            o2 = f32(0)
+            o3 = f32(0)
+            values = cuda.local.array((MERGED_PARTS, 6), numba_types.float32)
+            part = i32(0)
+            while part < parts:
+                for i in range(MERGED_PARTS):
+                    number = min(part + i32(i), parts - i32(1))
+                    slot = (first_block + number) * i32(2)
+                    if number == i32(0) and not opens:
+                        slot += i32(1)
+                    at = memory + u64(slot * i32(SLOT)) * u64(4)
+                    pair = load_global_f32x2(at + u64((i32(G * D) + row * i32(2)) * i32(4)))
+                    quad = load_global_f32x4(at + u64((row * i32(D) + column) * i32(4)))
+                    values[i, 0] = pair[0]
+                    values[i, 1] = pair[1]
+                    if part + i32(i) >= parts:
+                        values[i, 0] = f32(2 * LOWEST)
+                    for e in range(4):
+                        values[i, 2 + e] = quad[e]
+                new = best
+                for i in range(MERGED_PARTS):
+                    new = max(new, values[i, 0])
+                shrink = exp2_approx(best - new)
+                best = new
+                sum_ *= shrink
+                o0 *= shrink
+                o1 *= shrink
+                o2 *= shrink
+                o3 *= shrink
+                for i in range(MERGED_PARTS):
+                    weight = exp2_approx(values[i, 0] - best)
+                    sum_ += weight * values[i, 1]
+                    o0 += weight * values[i, 2]
+                    o1 += weight * values[i, 3]
+                    o2 += weight * values[i, 4]
+                    o3 += weight * values[i, 5]
+                part += i32(MERGED_PARTS)
+            factor = f32(1) / sum_
+            store_global_v2(o_to + u64(row * i32(2 * D) + column * i32(2)), pack_pair(o0 * factor, o1 * factor),
+                            pack_pair(o2 * factor, o3 * factor))
+            index += i32(THREADS)
+
+    @kernel(threads=THREADS, min_blocks=min_blocks, shared=SHARED, max_registers=255)
+    def attention_decode(queries: Pointer(dtype), kv_cache: Pointer(dtype), tables: Pointer(int32),
+                         context_lens: Pointer(int32), out: Pointer(dtype), parts_memory: Pointer(float32),
+                         counters: Pointer(uint32), query_stride: i64, out_stride: i64, table_stride: i32,
+                         num_sequences: i32, num_kv_heads: i32, scale_log2: f32, cap_inner: f32, window: i32):
+        memory = shared_address(cuda.shared.array(0, numba_types.uint8))
+        tid = i32(cuda.threadIdx.x)
+        lane = tid % i32(32)
+        warp = tid // i32(32)
+        quad_row = lane // i32(4)
+        quad_col = (lane % i32(4)) * i32(2)
+        block_index = i32(cuda.blockIdx.x)
+        blocks = i32(cuda.gridDim.x)
+        lens = memory + u32(LENS_OFFSET)
+        if overlap:
+            grid_dependency_launch()
+            grid_dependency_wait()
+
+        index = tid
+        while index < num_sequences:
+            store_shared_b32(lens + u32(index * i32(4)), u32(context_lens[index]))
+            index += i32(THREADS)
+        cuda.syncthreads()
+        sequence = block_index
+        while sequence < num_sequences:
+            if i32(load_shared_b32(lens + u32(sequence * i32(4)))) <= i32(0):
+                index = tid
+                while index < num_kv_heads * i32(G * PIECES):
+                    store_global_v4(address(out) + u64(sequence) * u64(out_stride) * u64(2) + u64(index * i32(16)),
+                                    u32(0), u32(0), u32(0), u32(0))
+                    index += i32(THREADS)
+            sequence += blocks
+
+        # the plan: tiles before each lane's run of sequences, and this block's share of all tiles
+        run = (num_sequences + i32(31)) // i32(32)
+        mine = i32(0)
+        for i in range(run):
+            index = lane * run + i32(i)
+            if index < num_sequences:
+                mine += count_tiles(i32(load_shared_b32(lens + u32(index * i32(4)))), window)
+        upto = mine
+        for step in (1, 2, 4, 8, 16):
+            below = cuda.shfl_up_sync(FULL_WARP, upto, step)
+            if lane >= i32(step):
+                upto += below
+        total_tiles = cuda.shfl_sync(FULL_WARP, upto, 31) * num_kv_heads
+        blocks = min(blocks, total_tiles)
+        if block_index >= blocks:
+            return
+        begin = i32(i64(block_index) * i64(total_tiles) // i64(blocks))
+        remaining = i32(i64(block_index + i32(1)) * i64(total_tiles) // i64(blocks)) - begin
+        source_lane = i32(cuda.ffs(cuda.ballot_sync(FULL_WARP, begin < upto * num_kv_heads))) - i32(1)
+        sequence = source_lane * run
+        before = cuda.shfl_sync(FULL_WARP, upto - mine, source_lane)
+        length = i32(load_shared_b32(lens + u32(sequence * i32(4))))
+        tiles = count_tiles(length, window)
+        while begin >= (before + tiles) * num_kv_heads:
+            before += tiles
+            sequence += i32(1)
+            length = i32(load_shared_b32(lens + u32(sequence * i32(4))))
+            tiles = count_tiles(length, window)
+        tile = begin - before * num_kv_heads
+        head = tile // tiles
+        tile -= head * tiles
+        pair_begin = begin - tile                           # number of the pair's first tile
+
+        # where the copies are: STAGES tiles from the one that is next to be read
+        to_load = remaining
+        load_sequence, load_head, load_tile, load_tiles, load_length = sequence, head, tile, tiles, length
+        table_base = i32(-64)                               # the tile whose block id lane 0 holds
+        block_ids = i32(0)
+        head_bytes = u64(P * D * 2)
+        value_bytes = u64(num_kv_heads) * head_bytes
+        ring = memory + u32(warp * i32(WARP_STAGE))
+        load_stage = i32(0)
+        ahead = i32(0)
+
+        k_lane = ring + u32((lane // i32(16) * i32(8) + lane % i32(8)) * i32(STRIDE) + (lane // i32(8)) % i32(2) * i32(16))
+        v_lane = ring + u32(HALF_TILE) + u32(((lane // i32(8)) % i32(2) * i32(8) + lane % i32(8)) * i32(STRIDE)
+                                             + lane // i32(16) * i32(16))
+        q = cuda.local.array((KT, 4), numba_types.uint32)
+        s = cuda.local.array((1, 2, 4), numba_types.float32)
+        acc = cuda.local.array((1, DT, 4), numba_types.float32)
+        top = cuda.local.array(2, numba_types.float32)
+        sums = cuda.local.array(2, numba_types.float32)
+        for k in range(KT):
+            for e in range(4):
+                q[k, e] = u32(0)
+        for n in range(2):
+            for e in range(4):
+                s[0, n, e] = f32(0)
+        fresh = True
+        stage = i32(0)
+        slot = i32(0)                                       # a block has at most two parts: its first pair's and its last's
+
+        while remaining > i32(0):
+            # fill the ring; from the second turn on, the stage that was read in the turn before
+            while ahead < i32(STAGES):
+                if to_load > i32(0):
+                    key = (first_tile(load_length, window) + load_tile) * i32(TILE) + warp * i32(16)
+                    if load_tile < table_base or load_tile >= table_base + i32(32):
+                        table_base = load_tile
+                        lane_key = key + lane * i32(TILE)
+                        block_ids = i32(0)
+                        if lane_key < load_length:
+                            block_ids = tables[i64(load_sequence) * i64(table_stride) + i64(lane_key // i32(P))]
+                    if key < load_length:
+                        block = cuda.shfl_sync(FULL_WARP, block_ids, load_tile - table_base)
+                        source = (address(kv_cache) + u64(block) * u64(2) * value_bytes + u64(load_head) * head_bytes
+                                  + u64(key % i32(P) * i32(2 * D)))
+                        target = ring + u32(load_stage * i32(W * WARP_STAGE))
+                        rows = load_length - key
+                        load_main(target, source, rows, lane)
+                        load_main(target + u32(HALF_TILE), source + value_bytes, rows, lane)
+                        if PIECES > MAIN:
+                            load_rest(target, source, rows, lane)
+                            load_rest(target + u32(HALF_TILE), source + value_bytes, rows, lane)
+                    to_load -= i32(1)
+                    load_tile += i32(1)
+                    if load_tile == load_tiles and to_load > i32(0):
+                        load_tile = i32(0)
+                        load_head += i32(1)
+                        if load_head == num_kv_heads:
+                            load_head = i32(0)
+                            load_tiles = i32(0)
+                            while load_tiles == i32(0):
+                                load_sequence += i32(1)
+                                load_length = i32(load_shared_b32(lens + u32(load_sequence * i32(4))))
+                                load_tiles = count_tiles(load_length, window)
+                            table_base = i32(-64)
+                load_stage = load_stage + i32(1) if load_stage < i32(STAGES - 1) else i32(0)
+                cp_async_commit()
+                ahead += i32(1)
+            ahead -= i32(1)
+
+            if fresh:
+                fresh = False
+                q_from = address(queries) + (u64(sequence) * u64(query_stride) + u64(head * i32(G * D) + quad_col)) * u64(2)
+                for h in range(ROW_HALVES):
+                    row = quad_row + i32(8 * h)
+                    if row < i32(G):
+                        for k in range(KT):
+                            q[k, h] = load_global_b32(q_from + u64(row * i32(2 * D)) + u64(32 * k))
+                            q[k, 2 + h] = load_global_b32(q_from + u64(row * i32(2 * D)) + u64(32 * k + 16))
+                for h in range(2):
+                    top[h] = f32(LOWEST)
+                    sums[h] = f32(0)
+                for d in range(DT):
+                    for e in range(4):
+                        acc[0, d, e] = f32(0)
+
+            wait_stage()
+            cuda.syncwarp()
+            key = (first_tile(length, window) + tile) * i32(TILE) + warp * i32(16)
+            if key < length:
+                multiply_scores(s, q, k_lane + u32(stage * i32(W * WARP_STAGE)))
+                if capped:
+                    for n in range(2):
+                        for e in range(2 * ROW_HALVES):
+                            s[0, n, e] = cap_score(s[0, n, e], cap_inner, f32(1))
+                masked = key + i32(16) > length
+                if windowed:
+                    masked = masked or key < length - window
+                if masked:
+                    for n in range(2):
+                        for e in range(2 * ROW_HALVES):
+                            position = key + i32(8 * n + e % 2) + quad_col
+                            hidden = position >= length
+                            if windowed:
+                                hidden = hidden or position < length - window
+                            if hidden:
+                                s[0, n, e] = f32(HIDDEN)
+                for h in range(ROW_HALVES):
+                    best = max(max(s[0, 0, 2 * h], s[0, 0, 2 * h + 1]), max(s[0, 1, 2 * h], s[0, 1, 2 * h + 1]))
+                    best = max(best, cuda.shfl_xor_sync(FULL_WARP, best, 1))
+                    best = max(best, cuda.shfl_xor_sync(FULL_WARP, best, 2))
+                    best = max(best, top[h])
+                    shrink = exp2_approx((top[h] - best) * scale_log2)
+                    top[h] = best
+                    offset = best * scale_log2
+                    sum_ = f32(0)
+                    for n in range(2):
+                        for e in range(2):
+                            p = exp2_approx(s[0, n, 2 * h + e] * scale_log2 - offset)
+                            s[0, n, 2 * h + e] = p
+                            sum_ += p
+                    sums[h] = sums[h] * shrink + sum_
+                    for d in range(DT):
+                        acc[0, d, 2 * h] *= shrink
+                        acc[0, d, 2 * h + 1] *= shrink
+                multiply_values(acc, s, v_lane + u32(stage * i32(W * WARP_STAGE)))
+            cuda.syncwarp()
+            stage = stage + i32(1) if stage < i32(STAGES - 1) else i32(0)
+            remaining -= i32(1)
+            tile += i32(1)
+            if tile < tiles and remaining > i32(0):
+                continue
+
+            # end of a pair, or of this block's part of it: the warps add up
+            for h in range(ROW_HALVES):
+                sum_ = sums[h]
+                sum_ += cuda.shfl_xor_sync(FULL_WARP, sum_, 1)
+                sum_ += cuda.shfl_xor_sync(FULL_WARP, sum_, 2)
+                if quad_col == i32(0):
+                    at = memory + u32(SUMS_OFFSET) + u32((warp * i32(16) + quad_row + i32(8 * h)) * i32(8))
+                    store_shared_f32(at, top[h] * scale_log2)
+                    store_shared_f32(at + u32(4), sum_)
+            first_block = i32((i64(pair_begin + i32(1)) * i64(blocks) - i64(1)) // i64(total_tiles))
+            last_block = i32((i64(pair_begin + tiles) * i64(blocks) - i64(1)) // i64(total_tiles))
+            parts = last_block - first_block + i32(1)
+            part_to = address(parts_memory) + u64((block_index * i32(2) + slot) * i32(SLOT)) * u64(4)
+            o_to = address(out) + (u64(sequence) * u64(out_stride) + u64(head * i32(G * D))) * u64(2)
+            for column_pass in range(PASSES):
+                for h in range(ROW_HALVES):
+                    row = quad_row + i32(8 * h)
+                    if row < i32(G):
+                        at = memory + u32(MERGE_OFFSET) + u32((warp * i32(G) + row) * i32(MERGE_ROW) + quad_col * i32(4))
+                        for d in range(DT):
+                            if column_pass == d // (DT // PASSES):
+                                store_shared_f32(at + u32(32 * (d % (DT // PASSES))), acc[0, d, 2 * h])
+                                store_shared_f32(at + u32(32 * (d % (DT // PASSES)) + 4), acc[0, d, 2 * h + 1])
+                cuda.syncthreads()
+                index = tid
+                while index < i32(QUADS):
+                    row = index // i32(MERGE_COLUMNS // 4)
+                    column = index % i32(MERGE_COLUMNS // 4) * i32(4)
+                    best = f32(LOWEST) * scale_log2
+                    for w in range(W):
+                        best = max(best, load_shared_f32(memory + u32(SUMS_OFFSET + w * 128) + u32(row * i32(8))))
+                    sum_ = f32(0)
+                    o0 = f32(0)
+                    o1 = f32(0)
+                    o2 = f32(0)
+                    o3 = f32(0)
+                    for w in range(W):
+                        at = memory + u32(SUMS_OFFSET + w * 128) + u32(row * i32(8))
+                        weight = exp2_approx(load_shared_f32(at) - best)
+                        sum_ += weight * load_shared_f32(at + u32(4))
+                        v = load_shared_f32x4(memory + u32(MERGE_OFFSET + w * G * MERGE_ROW)
+                                              + u32(row * i32(MERGE_ROW) + column * i32(4)))
+                        o0 += weight * v[0]
+                        o1 += weight * v[1]
+                        o2 += weight * v[2]
+                        o3 += weight * v[3]
+                    column += i32(column_pass * MERGE_COLUMNS)
+                    if parts == i32(1):
+                        factor = f32(1) / sum_
+                        store_global_v2(o_to + u64(row * i32(2 * D) + column * i32(2)), pack_pair(o0 * factor, o1 * factor),
+                                        pack_pair(o2 * factor, o3 * factor))
+                    else:
+                        at_part = part_to + u64((row * i32(D) + column) * i32(4))
+                        store_global_f32x4(at_part, o0, o1, o2, o3)
+                        if column == i32(0):
+                            store_global_f32x2(part_to + u64((i32(G * D) + row * i32(2)) * i32(4)), best, sum_)
+                    index += i32(THREADS)
+                cuda.syncthreads()
+
+            if parts > i32(1):
+                fence_gpu()
+                cuda.syncthreads()
+                if tid == i32(0):
+                    arrived = atomic_inc_acq_rel_u32(address(counters) + u64((sequence * num_kv_heads + head) * i32(4)),
+                                                     u32(parts - i32(1)))
+                    store_shared_b32(memory + u32(FLAG_OFFSET), arrived)
+                cuda.syncthreads()
+                if i32(load_shared_b32(memory + u32(FLAG_OFFSET))) == parts - i32(1):
+                    fence_gpu()
+                    # the pair is its first block's last part, unless it began there; it is the first part of the others
+                    opens = i64(first_block) * i64(total_tiles) // i64(blocks) >= i64(pair_begin)
+                    merge_parts(address(parts_memory), o_to, first_block, parts, opens, tid)
+            slot = i32(1)
+            fresh = True
+            tile = i32(0)
+            pair_begin += tiles
+            head += i32(1)
+            if head == num_kv_heads:
+                head = i32(0)
+                tiles = i32(0)
+                while tiles == i32(0) and remaining > i32(0):
+                    sequence += i32(1)
+                    length = i32(load_shared_b32(lens + u32(sequence * i32(4))))
+                    tiles = count_tiles(length, window)
+
+    return attention_decode
+
+
+def tiling(head_dim: int, group: int, shared_limit: int) -> tuple[int, int, int, int]:
+    """(warps, stages, passes, blocks an SM) for a device with that much shared memory an SM (bytes)."""
+    passes = 1 if group * head_dim <= 512 else 2 if group * head_dim <= 1024 else 4
+    fixed = 4 * group * (4 * head_dim // passes + 32) + 4 * 16 * 8 + 4 * MAX_SEQUENCES
+    stage = 4 * 2 * 16 * (2 * head_dim + 16)
+    stages = min(4, (shared_limit // 2 - 1024 - fixed) // stage)
+    if stages >= 3:
+        return 4, stages, passes, 2
+    return 4, min(4, (shared_limit - 1024 - fixed) // stage), passes, 1
+
+
+SHARED_LIMITS = {(8, 0): 164 << 10, (8, 7): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}
+"""Bytes of shared memory an SM, by capability; 100 KB elsewhere. One block gets at most 1 KB less."""
+
+
+def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, out: Any,
+                     num_sequences: int, num_heads: int, num_kv_heads: int, scale: float, max_context_len: int,
+                     window: int | None = None, soft_cap: float | None = None, overlap: bool = False,
+                     shape: tuple[int, int, int, int] | None = None) -> None:
+    """Attention of the first num_sequences rows, one query token each.
+
+    max_context_len: bound of context_lens for the life of a captured graph; the grid depends on it, not on the lengths.
+    shape: a result of `tiling`, for measurements. Raises ShapeError.
+    """
+    head_dim, block_size = check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
+    if num_sequences > min(qkv.shape[0], out.shape[0], block_tables.shape[0], context_lens.shape[0]):
+        raise ShapeError(f"num_sequences is {num_sequences}; qkv has {qkv.shape[0]} rows, out {out.shape[0]}, block_tables "
+                         f"{block_tables.shape[0]}, context_lens {context_lens.shape[0]}.")
+    overlap = overlap and runtime.capability[0] >= 9
+    group = num_heads // num_kv_heads
+    warps, stages, passes, blocks = shape or tiling(head_dim, group, SHARED_LIMITS.get(runtime.capability[:2], 100 << 10))
+    kernel = attention_decode_kernel(qkv.dtype, head_dim, block_size, group, window is not None, soft_cap is not None, overlap,
+                                     warps, stages, passes, blocks)
+    inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
+    for first in range(0, num_sequences, MAX_SEQUENCES):
+        count = min(MAX_SEQUENCES, num_sequences - first)
+        grid = min(runtime.multiprocessors * blocks, max(1, count * num_kv_heads * -(-max_context_len // (16 * warps))))
+        parts = runtime.scratch(grid * 2 * (group * head_dim + 2 * group) * 4)
+        counters = runtime.counters(count * num_kv_heads)
+        kernel.launch(grid, qkv.address + first * qkv.strides[0] * 2, kv_cache,
+                      block_tables.address + first * block_tables.strides[0] * 4, context_lens.address + first * 4,
+                      out.address + first * out.strides[0] * 2, parts, counters, qkv.strides[0], out.strides[0],
+                      block_tables.strides[0], count, num_kv_heads, outer * LOG2_E, inner, window or 0,
+                      stream=runtime.stream, overlap=overlap)
+
+
+def catalogue() -> Iterator[Kernel]:
+    """Every head size, and each switch once."""
+    for head_dim in HEAD_DIMS:
+        yield _catalogued(bfloat16, head_dim, 64, 4, False, False)
+    for block_size in (16, 32, 128):
+        yield _catalogued(bfloat16, 128, block_size, 4, False, False)
+    for group in (1, 7, 8, 16):
+        yield _catalogued(bfloat16, 128, 64, group, False, False)
+    yield _catalogued(float16, 128, 64, 4, False, False)
+    yield _catalogued(bfloat16, 128, 64, 4, True, True)
+
+
+def _catalogued(dtype: DType, head_dim: int, block_size: int, group: int, windowed: bool, capped: bool) -> Kernel:
+    return attention_decode_kernel(dtype, head_dim, block_size, group, windowed, capped, False,
+                                   *tiling(head_dim, group, 100 << 10))

@@ -1,0 +1,112 @@
+"""Prefill attention: a batch of prompt chunks of any lengths over the paged cache.
+
+    out[t, h] = sum_j softmax_j(cap(scale * q[t, h] . k[j, h // G])) v[j, h // G]
+
+A sequence's queries are the last tokens of its context, whose K and V are all in the cache (this step's included): the query
+at position p sees keys max(0, p - window + 1) .. p. cap(s) = c * tanh(s / c), or s without a soft cap. G = Hq / Hkv.
+
+Arrays: qkv [T, (Hq + 2 Hkv) * D] bf16 or fp16, rows may be strided, q heads first; kv_cache [B, 2, Hkv, P, D] contiguous, same
+dtype; block_tables [S, W], context_lens [S] and query_start [S + 1] int32; out [T, Hq * D], rows may be strided.
+
+Operations: 4 * D * Hq for each visible (query, key) pair; the bytes are far below. Two kernels: wgmma on Hopper
+(attention_prefill_sm90.py), mma.sync elsewhere (attention_prefill_sm80.py).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from zhilight.driver.compiler import Kernel
+from zhilight.driver.dtype import bfloat16, float16
+from zhilight.errors import ShapeError
+from zhilight.kernels import attention_prefill_sm80 as sm80
+from zhilight.kernels.attention_tiles import LOG2_E
+from zhilight.kernels.runtime import Runtime
+
+HEAD_DIMS = tuple(sm80.TILES)
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def attention_prefill(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any,
+                      out: Any, first_sequence: int, num_sequences: int, host_query_start: np.ndarray,
+                      host_context_lens: np.ndarray, num_heads: int, num_kv_heads: int, scale: float,
+                      window: int | None = None, soft_cap: float | None = None, overlap: bool = False) -> None:
+    """Attention of sequences first_sequence .. first_sequence + num_sequences of the step.
+
+    host_query_start [S + 1] and host_context_lens [S] are the host's copies of the device arrays: they size the grid.
+    Raises ShapeError.
+    """
+    head_dim, block_size = check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
+    lengths = np.diff(host_query_start[first_sequence:first_sequence + num_sequences + 1])
+    if lengths.size != num_sequences:
+        raise ShapeError(f"host_query_start has {len(host_query_start)} entries; sequences {first_sequence} to "
+                         f"{first_sequence + num_sequences} need {first_sequence + num_sequences + 1}.")
+    contexts = host_context_lens[first_sequence:first_sequence + num_sequences]
+    if (lengths > contexts).any():
+        raise ShapeError("context_lens must count this step's tokens too: a sequence has more queries than context.")
+    launch_sm80(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, first_sequence, lengths, num_heads,
+                num_kv_heads, head_dim, block_size, scale, window, soft_cap, overlap)
+
+
+def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
+                first_sequence: int, lengths: np.ndarray, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+                scale: float, window: int | None, soft_cap: float | None, overlap: bool,
+                tiling: tuple[int, int, int] | None = None) -> None:
+    """The mma.sync kernel, on any device. tiling: an entry of attention_prefill_sm80.TILES, for measurements."""
+    tiling = tiling or sm80.TILES[head_dim]
+    rows = 16 * tiling[0] * tiling[2]
+    tiles = int((-(-lengths // rows)).sum())
+    if tiles == 0:
+        return
+    overlap = overlap and runtime.capability[0] >= 9
+    kernel = sm80.prefill_sm80_kernel(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
+                                      *tiling)
+    inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
+    kernel.launch(tiles * num_heads, qkv, kv_cache, block_tables, context_lens, query_start, out, qkv.strides[0],
+                  out.strides[0], block_tables.strides[0], first_sequence, len(lengths), num_heads, num_kv_heads,
+                  outer * LOG2_E, inner, window or 0, stream=runtime.stream, overlap=overlap)
+
+
+def check_arguments(qkv: Any, kv_cache: Any, block_tables: Any, out: Any, num_heads: int, num_kv_heads: int,
+                    window: int | None, soft_cap: float | None) -> tuple[int, int]:
+    """(head size, block size) of the cache, after holding the arrays to the contract above. Raises ShapeError."""
+    if len(kv_cache.shape) != 5 or kv_cache.shape[1] != 2 or kv_cache.shape[2] != num_kv_heads:
+        raise ShapeError(f"kv_cache is {list(kv_cache.shape)}; expected [blocks, 2, {num_kv_heads}, block size, head size].")
+    _, _, _, block_size, head_dim = kv_cache.shape
+    if head_dim not in HEAD_DIMS:
+        raise ShapeError(f"kv_cache has head size {head_dim}; the attention kernels are built for {HEAD_DIMS}.")
+    if block_size not in BLOCK_SIZES:
+        raise ShapeError(f"kv_cache has block size {block_size}; the attention kernels are built for {BLOCK_SIZES}.")
+    if qkv.dtype not in (bfloat16, float16) or kv_cache.dtype != qkv.dtype or out.dtype != qkv.dtype:
+        raise ShapeError(f"qkv is {qkv.dtype}, kv_cache {kv_cache.dtype}, out {out.dtype}; all must be bfloat16, or all "
+                         "float16.")
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > 16:
+        raise ShapeError(f"num_heads {num_heads} must be a multiple of num_kv_heads {num_kv_heads}, at most 16 times it.")
+    if kv_cache.strides[3:] != (head_dim, 1) or kv_cache.strides[0] != 2 * num_kv_heads * block_size * head_dim:
+        raise ShapeError(f"kv_cache must be contiguous; its strides are {kv_cache.strides}.")
+    width = num_heads * head_dim
+    for name, array, least in (("qkv", qkv, width), ("out", out, width)):
+        if len(array.shape) != 2 or array.shape[1] < least or array.strides[1] != 1:
+            raise ShapeError(f"{name} is {list(array.shape)} with strides {array.strides}; expected rows of at least {least} "
+                             "values.")
+        if array.strides[0] % 8 or array.address % 16:
+            raise ShapeError(f"{name} must start at a multiple of 16 bytes in every row; it is at {array.address:#x}, rows "
+                             f"{array.strides[0]} values apart.")
+    if block_tables.dtype.name != "int32" or block_tables.strides[1] != 1:
+        raise ShapeError(f"block_tables must be int32 with contiguous rows, got {block_tables.dtype}, {block_tables.strides}.")
+    if window is not None and window < 1:
+        raise ShapeError(f"window is {window}; it must be at least 1, or None.")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ShapeError(f"soft_cap is {soft_cap}; it must be above 0, or None.")
+    return head_dim, block_size
+
+
+def catalogue() -> Iterator[Kernel]:
+    """Every head size, and each switch once."""
+    for head_dim, tiling in sm80.TILES.items():
+        yield sm80.prefill_sm80_kernel(bfloat16, head_dim, 64, False, False, False, *tiling)
+    for block_size in (16, 32, 128):
+        yield sm80.prefill_sm80_kernel(bfloat16, 128, block_size, False, False, False, *sm80.TILES[128])
+    yield sm80.prefill_sm80_kernel(float16, 128, 64, False, False, False, *sm80.TILES[128])
+    yield sm80.prefill_sm80_kernel(bfloat16, 128, 64, True, True, False, *sm80.TILES[128])
