@@ -40,9 +40,43 @@ class Tile:
         share = self.share_weight * self.share_x
         if self.split > 1:
             return self.count(m, n) * self.split * share
-        return min(self.count(m, n), multiprocessors // share) * share
+        # a cluster lies within a GPC of 16 or 18 multiprocessors, which larger clusters do not fill
+        usable = multiprocessors if share <= 2 else multiprocessors // 16 * 16
+        return min(self.count(m, n), usable // share) * share
 
 
-@lru_cache(maxsize=4096)
+COLUMNS = (64, 96, 112, 128, 144, 160, 192, 224, 240, 256)
+"""Widths that are compiled: enough for tiles to fill whole waves, few enough to compile."""
+
+
+def candidates(m: int, n: int, k: int) -> list[Tile]:
+    """What is worth a look at this shape."""
+    if m > 2 * ROWS:
+        return [Tile(columns, share_weight=2) for columns in COLUMNS]
+    rows = (1, 2) if m > ROWS else (1,)
+    return [Tile(columns, share_weight, share_x, split)
+            for columns in COLUMNS for share_weight in rows for share_x in (1, 2)
+            for split in (1, 2, 4)
+            if columns % (8 * split) == 0 and share_weight * share_x * split <= 8 and (split == 1 or k >= 256 * split)]
+
+
+def predicted(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
+    """Microseconds, about: waves of tiles, each bound by wgmma or by the copies into shared memory, or the weights' bytes."""
+    cluster = tile.share_weight * tile.share_x * tile.split
+    usable = multiprocessors if cluster <= 2 else multiprocessors // 16 * 16
+    waves = -(-tile.count(m, n) // (usable // cluster))
+    step = max(4 * tile.columns, (ROWS / tile.share_x + tile.columns / tile.share_weight) * 128 / 45)
+    compute = waves * (-(-k // 64) / tile.split * step / 1650 + (1.0 if tile.split == 1 else 2.5))
+    return max(compute, 2 * n * k / 4.0e6) + 0.2 * compute
+
+
+@lru_cache(maxsize=1 << 16)
 def choose_tile(m: int, n: int, k: int, multiprocessors: int) -> Tile:
-    return Tile(256, 2 if m > ROWS else 1)
+    """The tile for out[m, n] = x[m, k] @ weight[n, k]^T."""
+    return min(candidates(m, n, k), key=lambda tile: predicted(tile, m, n, k, multiprocessors))
+
+
+def tiles_of(n: int, k: int, multiprocessors: int, max_rows: int = 16384) -> set[Tile]:
+    """Every tile that choose_tile gives for a weight: what to compile before serving it."""
+    counts = {*range(1, 2 * ROWS + 1), *range(2 * ROWS + 1, max_rows + ROWS, ROWS)}
+    return {choose_tile(m, n, k, multiprocessors) for m in counts}
