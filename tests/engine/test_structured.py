@@ -197,7 +197,13 @@ def test_a_grammar_too_complex_ends_the_request_only(tokenizer):
     ("json_schema", '{"type": "object"}', '{"a": 1}'), ("choice", '["yes"]', "yes"), ("regex", "[0-9]+", "12"),
     ("grammar", 'start: "x"', "x")])
 def test_an_answer_after_a_thought(tokenizer, kind, value, answer):
-    structured = after_marker(StructuredOutput(kind, value), "</think>")
-    for text, good in ((f"hm {{ no.</think>\n\n{answer}", True), (f"hm</think>{answer}", True), ("hm", False),
-                       ("hm</think>hm", False)):
-        assert accepts(tokenizer, GrammarState(compile_grammar(structured, tokenizer)), text) is good, text
+    def fits(text: str, starts_open: bool) -> bool:
+        structured = after_marker(StructuredOutput(kind, value), "</think>", None if starts_open else "<think>")
+        return accepts(tokenizer, GrammarState(compile_grammar(structured, tokenizer)), text)
+
+    assert fits(f"hm {{ no.</think>\n\n{answer}", True)
+    assert fits(f"hm</think>{answer}", True)
+    assert not fits("hm", True) and not fits(f"{answer}", True) and not fits("hm</think>hm", True)
+    assert fits(f"<think>\nhm {{ no.\n</think>\n\n{answer}", False)
+    assert fits(answer, False)
+    assert not fits(f"hm</think>{answer}", False) and not fits("<think>hm</think>hm", False)

@@ -98,18 +98,20 @@ def check_grammar(structured: StructuredOutput) -> None:
     _validate(structured, _source(structured), None)
 
 
-def after_marker(structured: StructuredOutput, marker: str) -> StructuredOutput:
-    """The same structure, beginning only after free text up to and with `marker`: for answers after a thought.
+def after_marker(structured: StructuredOutput, marker: str, opening: str | None = None) -> StructuredOutput:
+    """The same structure for an answer that follows a thought, which is free text up to and with `marker`.
 
-    Up to two line breaks may stand between the two.
+    opening: None when the thought is open already; otherwise what opens it, and then it is the model's choice to think.
+    Up to four spaces or line breaks may stand around the markers.
     """
-    free = f'start: free GAP @answer\nfree[suffix={json.dumps(marker)}]: /(?s:.*)/\nGAP: /\\n{{0,2}}/\n'
+    thought = "free GAP" if opening is None else f"(GAP {json.dumps(opening)} free GAP)?"
+    main = f"start: {thought} @answer\nfree[suffix={json.dumps(marker)}]: /(?s:.*)/\nGAP: /[ \\n]{{0,4}}/\n"
     source = _source(structured)
     if source.lstrip().startswith("{"):
         first, *others = json.loads(source)["grammars"]
     else:
         first, others = {"lark_grammar": source}, []
-    grammars = [{"name": "free", "lark_grammar": free}, {**first, "name": "answer"}, *others]
+    grammars = [{"name": "main", "lark_grammar": main}, {**first, "name": "answer"}, *others]
     return StructuredOutput("grammar", json.dumps({"grammars": grammars}))
 
 

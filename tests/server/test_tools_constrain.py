@@ -1,0 +1,113 @@
+"""A forced call can be sampled in the parser's format, nothing else can, and the parser reads it back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zhilight.engine.structured import GrammarState, compile_grammar
+from zhilight.errors import RequestError
+from zhilight.server.openai.tools import get_tool_parser
+from zhilight.server.openai.tools.constrain import force_calls
+from zhilight.tokenization.tokenizer import Tokenizer, TokenizerSettings, load_tokenizer
+
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": {
+        "type": "object", "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "maximum": 9}},
+        "required": ["city"], "additionalProperties": False, "$defs": {"city": {"enum": ["Paris", "北京"]}}}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMES = ("hermes", "llama3_json", "mistral", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_source):
+    return load_tokenizer(demo_source.path)
+
+
+def allowed(state: GrammarState) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(state.mask().view(np.uint8), bitorder="little")).tolist())
+
+
+def accepts(tokenizer: Tokenizer, grammar, text: str) -> bool:
+    state = GrammarState(compile_grammar(grammar, tokenizer))
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        if token not in allowed(state):
+            return False
+        state.advance(token)
+    return tokenizer.eos_token_id in allowed(state)
+
+
+def written(name: str, *calls: tuple[str, str]) -> str:
+    style = get_tool_parser(name).format
+    each = (style.before_name + called + style.before_arguments + arguments + style.after_arguments
+            for called, arguments in calls)
+    return style.begin + style.separator.join(each) + style.end
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forced_calls_are_what_the_parser_reads(tokenizer, name):
+    parser = get_tool_parser(name)
+    grammar = force_calls(parser, TOOLS, tokenizer)
+    good = [("get_weather", '{"city": "Paris"}'), ("now", "{}"), ("get_weather", '{"city": "北京", "days": 3}')]
+    for calls in (good[:1], good[1:2], good):
+        text = written(name, *calls)
+        assert accepts(tokenizer, grammar, text)
+        message = parser(TOOLS, constrained=True).parse(text)
+        assert message.content is None
+        assert [(call.name, call.arguments) for call in message.tool_calls] == calls
+    for call in (("get_weather", '{"city": "Rome"}'), ("get_weather", "{}"), ("now", '{"x": 1}'), ("other", "{}")):
+        assert not accepts(tokenizer, grammar, written(name, call)), call
+    assert not accepts(tokenizer, grammar, "Hello.")
+    assert not accepts(tokenizer, grammar, "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_named_choice_and_no_parallel_calls_mean_one_call(tokenizer, name):
+    parser = get_tool_parser(name)
+    named = force_calls(parser, TOOLS, tokenizer, name="now")
+    assert accepts(tokenizer, named, written(name, ("now", "{}")))
+    assert not accepts(tokenizer, named, written(name, ("get_weather", '{"city": "Paris"}')))
+    assert not accepts(tokenizer, named, written(name, ("now", "{}"), ("now", "{}")))
+    single = force_calls(parser, TOOLS, tokenizer, parallel=False)
+    assert accepts(tokenizer, single, written(name, ("get_weather", '{"city": "Paris"}')))
+    assert not accepts(tokenizer, single, written(name, ("now", "{}"), ("now", "{}")))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_markers_that_are_tokens(tokenizer, special):
+    # Whether the vocabulary holds [TOOL_CALLS] as a special token or as an ordinary added one, that token is what is forced.
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend.add_tokens([AddedToken("[TOOL_CALLS]", special=special, normalized=False)])
+    extended = Tokenizer(backend, TokenizerSettings({"eos_token": "<|im_end|>"}))
+    marker = extended.token_id("[TOOL_CALLS]")
+    grammar = force_calls(get_tool_parser("mistral"), TOOLS, extended)
+    assert marker in allowed(GrammarState(compile_grammar(grammar, extended)))
+    text = written("mistral", ("now", "{}"))
+    assert extended.encode(text)[0] == marker
+    assert accepts(extended, grammar, text)
+
+
+@pytest.mark.parametrize(("tools", "name", "param"), [
+    ([], None, "tool_choice"),
+    (TOOLS, "missing", "tool_choice"),
+    ([{"function": {"name": "f", "parameters": {"type": "array"}}}], None, "tools[0].function.parameters"),
+    ([TOOLS[1], {"function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}], None,
+     "tools[1].function.parameters"),
+    ([{"function": {"name": 'a"b'}}], None, "tools[0].function.name"),
+])
+def test_what_cannot_be_forced_is_named(tokenizer, tools, name, param):
+    with pytest.raises(RequestError) as raised:
+        force_calls(get_tool_parser("hermes"), tools, tokenizer, name=name)
+    assert raised.value.param == param
+
+
+def test_the_place_within_a_tools_schema_is_named(tokenizer):
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "strin"}}}}}]
+    with pytest.raises(RequestError, match=r"#/properties/a.*'type'"):
+        force_calls(get_tool_parser("hermes"), tools, tokenizer)
+
+
