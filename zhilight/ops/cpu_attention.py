@@ -10,10 +10,10 @@ import numpy as np
 
 from zhilight.ops.base import Step
 
-_GATHERED = 8 << 20
-"""Keys (and as many values) gathered at a time by decode, in elements: 32 MB."""
-_SCORES = 4 << 20
-"""Scores of one prefill tile, in elements: 16 MB."""
+_GATHERED = 1 << 20
+"""Keys (and as many values) gathered at a time by decode, in elements: 4 MB, which stays in cache."""
+_SCORES = 1 << 20
+"""Scores of one prefill tile, in elements: 4 MB."""
 _NEVER = np.float32(-np.inf)
 
 
