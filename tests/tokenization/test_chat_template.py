@@ -97,6 +97,15 @@ def test_continuing_and_opening_a_turn_exclude_each_other(demo_tokenizer):
     assert text.endswith("<|im_start|>assistant\nHi")
 
 
+@pytest.mark.parametrize("template", ["{{ a | tojson }}", "{{ a }}", "{{ 'x' + a + 'y' }}", "{{ 'x' ~ a ~ 'y' }}"])
+def test_call_arguments_suit_templates_that_want_a_mapping_or_text(template):
+    messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"k": "é", "n": 1}}}]}]
+    text = rendered("{% set a = messages[0].tool_calls[0].function.arguments %}" + template, messages)
+    assert text.strip("xy") == '{"k": "é", "n": 1}'
+    assert rendered("{{ messages[0].tool_calls[0].function.arguments.k }}", messages) == "é"
+    assert type(messages[0]["tool_calls"][0]["function"]["arguments"]) is dict
+
+
 def test_choice_among_named_templates():
     templates = {"default": "D", "tool_use": "T", "rag": "R"}
     assert choose_template(templates, None, False) == "D"

@@ -48,12 +48,41 @@ def render(template: str, messages: list[dict[str, Any]], *, continue_final_mess
     compiled = _compile(template)
     if continue_final_message:
         messages = [*messages[:-1], _mark_end(messages)]
+    messages = [_with_arguments(message) for message in messages]
     try:
         text = compiled.render(messages=messages, **variables)
     except Exception as error:  # whatever a template does wrong, it did it to these messages: the sandbox is the border
         raise RequestError(f"the chat template refused the messages: {error or type(error).__name__}",
                            param="messages") from error
     return _cut_at_mark(text) if continue_final_message else text
+
+
+class CallArguments(dict):
+    """A tool call's arguments for templates of both persuasions.
+
+    Some read a mapping (`| tojson`, `.items()`), some take OpenAI's string as it is: added to text or printed, this is JSON.
+    """
+
+    def __str__(self) -> str:
+        return _to_json(self)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+
+def _with_arguments(message: Any) -> Any:
+    if not (isinstance(message, dict) and isinstance(message.get("tool_calls"), list)):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            call = {**call, "function": {**function, "arguments": CallArguments(function["arguments"])}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> dict[str, Any]:
