@@ -266,6 +266,7 @@ def test_wrong_bookkeeping_is_healed(caplog):
     with caplog.at_level(logging.CRITICAL):
         assert core.check()
     assert core.check() == []
+    assert core.stats().kv_faults == 1
     assert run(core).finished[1].reason == "length"
     assert core.pool.available == core.pool.num_blocks
 

@@ -54,6 +54,20 @@ def test_the_text_is_that_of_each_request_alone(folder, llm, config, sampling):
         assert other.stats().preemptions > 0
 
 
+def test_the_text_is_the_same_when_steps_really_overlap(folder, llm, monkeypatch):
+    """The CPU has its results at once, so the engine would read them first: make it believe that they are under way."""
+    sampling = [params(temperature=0.8 * (i % 2), seed=i, repetition_penalty=1.0 + 0.2 * i) for i in range(len(PROMPTS))]
+    alone = [llm.generate(prompt, own, use_tqdm=False)[0].outputs[0].token_ids
+             for prompt, own in zip(PROMPTS, sampling, strict=True)]
+    monkeypatch.setattr("zhilight.ops.cpu._Fetched.ready", lambda self: False)
+    other = make(folder, num_kv_blocks=12, max_model_len=160, max_num_batched_tokens=40)
+    fed, prepare = [], other._core.runner.ops.prepare_step
+    other._core.runner.ops.prepare_step = lambda arrays, sampled: fed.append(len(arrays.feed_rows)) or prepare(arrays, sampled)
+    assert [output.outputs[0].token_ids for output in other.generate(PROMPTS, sampling, use_tqdm=False)] == alone
+    assert max(fed) > 1
+    assert other.stats().preemptions > 0
+
+
 def test_the_same_prompt_twice_has_the_same_log_probabilities(folder):
     llm = make(folder)
     ids = llm.tokenizer.encode("a prompt of exactly thirty-two characters"[:32])

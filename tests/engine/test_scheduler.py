@@ -73,7 +73,7 @@ def test_every_request_gives_what_it_gives_alone(load, prefix, chunked, overlap,
             assert collected.tokens[handle] == tokens
             assert collected.finished[handle].reason == reason
     assert all(len(plan.arrays.token_ids) <= core.scheduler.max_num_batched_tokens for plan in plans)
-    assert core.faults_healed == 0
+    assert core.stats().kv_faults == 0
     assert core.pool.available == core.pool.num_blocks
     assert len(core.table.free) == 5
     assert not core._requests

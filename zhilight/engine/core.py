@@ -46,7 +46,6 @@ class EngineCore:
         self.table: SlotTable = scheduler.table
         self.enable_overlap = enable_overlap
         self.check_every_step = check_invariants
-        self.faults_healed = 0
         self._requests: dict[int, Request] = {}
         self._flight: StepInFlight | None = None
         self._compile_grammar = compile_grammar
@@ -324,7 +323,7 @@ class EngineCore:
         """Compare the KV bookkeeping with the running requests; a fault is logged and mended. Returns the faults."""
         faults = self.pool.check(self.scheduler.block_tables())
         if faults:
-            self.faults_healed += 1
+            self._stats.kv_faults += 1
             logger.error("The KV blocks' bookkeeping was wrong and has been rebuilt: %s", "; ".join(faults))
             self.pool.rebuild(self.scheduler.block_tables())
         return faults

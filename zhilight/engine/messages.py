@@ -62,7 +62,8 @@ class EngineStats(msgspec.Struct):
     """Gauges and counters of one engine. Counters only grow.
 
     kv_usage is the share of KV blocks in use, 0 to 1. prefix_query_tokens counts prompt tokens looked up in the prefix
-    cache, prefix_hit_tokens those found; preempted requests are not counted again. The *_seconds counters split the
+    cache, prefix_hit_tokens those found; preempted requests are not counted again. kv_faults counts the times that the
+    bookkeeping of the KV blocks was found wrong and rebuilt. The *_seconds counters split the
     engine loop's time: choosing the step and building its arrays, other host work, and the device computing.
     """
 
@@ -79,6 +80,7 @@ class EngineStats(msgspec.Struct):
     finished: int = 0
     failed: int = 0
     steps: int = 0
+    kv_faults: int = 0
     schedule_seconds: float = 0.0
     host_seconds: float = 0.0
     device_seconds: float = 0.0
