@@ -19,6 +19,7 @@ from zhilight.config.engine import EngineConfig
 from zhilight.errors import CheckpointError, ConfigError
 from zhilight.models.model import Model
 from zhilight.ops.cpu import CpuOps
+from zhilight.weights import safetensors
 from zhilight.weights.loader import load_model
 from zhilight.weights.source import ModelSource
 
@@ -33,8 +34,9 @@ def part(model: Model, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shards", [1, 3])
-def test_every_tensor_arrives(tmp_path, name, shards):
+@pytest.mark.parametrize(("shards", "block_bytes"), [(1, 64 << 20), (3, 1000)])
+def test_every_tensor_arrives(tmp_path, name, shards, block_bytes, monkeypatch):
+    monkeypatch.setattr(safetensors, "_BLOCK_BYTES", block_bytes)
     weights = tiny_weights(MODELS[name])
     save_folder(tmp_path, MODELS[name], weights, shards)
     model = load(tmp_path, MODELS[name])

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from zhilight.config.checkpoint_gguf import is_tied
 from zhilight.config.gguf import GGUFFile, read_gguf
 from zhilight.config.model import ModelConfig
 from zhilight.weights.checkpoint import Block, Checkpoint, TensorEntry
@@ -41,7 +40,7 @@ class GGUFCheckpoint(Checkpoint):
         self._file: GGUFFile = read_gguf(path)
         self._config = config
         self._source: dict[str, str] = {}
-        tied_twice = "output.weight" in self._file.tensors and is_tied(self._file)
+        tied_twice = config.tie_word_embeddings and "output.weight" in self._file.tensors
         for name in self._file.tensors:
             if name == _ROPE_FACTORS or (tied_twice and name == "token_embd.weight"):
                 continue

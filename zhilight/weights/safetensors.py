@@ -1,7 +1,7 @@
 """Safetensors folders, one file or several, read by memory map.
 
-Layout of a file: header length u64, a JSON header of name -> {dtype, shape, data_offsets}, then the data. A tensor's
-pages are handed back to the system once it has been copied, so host memory holds one tensor at a time.
+Layout of a file: header length u64, a JSON header of name -> {dtype, shape, data_offsets}, then the data. Pages
+are handed back to the system once they have been copied, so host memory holds one block of 64 MB at a time.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zhilight.weights.checkpoint import Block, Checkpoint, TensorEntry
 
 _FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_HEADER = 100 << 20
+_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,14 @@ class SafetensorsCheckpoint(Checkpoint):
                 stored, entry = self._stored[name], self.entries[name]
                 dtype = _numpy_dtype(entry.dtype)
                 values = np.frombuffer(mapped, dtype, (stored.end - stored.start) // dtype.itemsize, stored.start)
-                yield Block(name, 0, values.reshape(entry.shape), entry.nbytes)
-                del values
-                _release(mapped, stored)
+                values = values.reshape(entry.shape)
+                rows = max(1, _BLOCK_BYTES * len(values) // max(entry.nbytes, 1))
+                position = stored.start
+                for start in range(0, len(values), rows):
+                    block = values[start:start + rows]
+                    yield Block(name, start, block, block.nbytes)
+                    _release(mapped, position, position + block.nbytes)
+                    position += block.nbytes
 
 
 def _files(folder: Path) -> list[Path]:
@@ -121,10 +127,10 @@ def _expected_bytes(dtype: str, shape: list[int]) -> int | None:
     return int(np.prod(shape, dtype=np.int64)) * _numpy_dtype(dtype).itemsize
 
 
-def _release(mapped: mmap.mmap, stored: _Stored) -> None:
-    """Drop the mapped pages that lie wholly within a tensor already copied (Linux; elsewhere the system does it)."""
+def _release(mapped: mmap.mmap, start: int, end: int) -> None:
+    """Drop the mapped pages that lie wholly within bytes already copied (Linux; elsewhere the system does it)."""
     if hasattr(mmap, "MADV_DONTNEED"):
-        start = -(-stored.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = stored.end // mmap.PAGESIZE * mmap.PAGESIZE - start
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = end // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0:
-            mapped.madvise(mmap.MADV_DONTNEED, start, length)
+            mapped.madvise(mmap.MADV_DONTNEED, first, length)
