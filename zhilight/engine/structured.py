@@ -98,14 +98,20 @@ def check_grammar(structured: StructuredOutput) -> None:
     _validate(structured, _source(structured), None)
 
 
-def after_marker(structured: StructuredOutput, marker: str, opening: str | None = None) -> StructuredOutput:
+def after_marker(structured: StructuredOutput, marker: str, opening: str | None = None,
+                 tokenizer: Tokenizer | None = None) -> StructuredOutput:
     """The same structure for an answer that follows a thought, which is free text up to and with `marker`.
 
     opening: None when the thought is open already; otherwise what opens it, and then it is the model's choice to think.
+    tokenizer: when given, markers that are tokens of their own are those tokens (free text never matches them).
     Up to four spaces or line breaks may stand around the markers.
     """
-    thought = "free GAP" if opening is None else f"(GAP {json.dumps(opening)} free GAP)?"
-    main = f"start: {thought} @answer\nfree[suffix={json.dumps(marker)}]: /(?s:.*)/\nGAP: /[ \\n]{{0,4}}/\n"
+    close = _marker_token(marker, tokenizer)
+    ending = f"free {close}" if close else "closed"
+    start = opening and (_marker_token(opening, tokenizer) or json.dumps(opening))
+    thought = f"{ending} GAP" if start is None else f"(GAP {start} {ending} GAP)?"
+    free = "free: /(?s:.*)/" if close else f"closed[suffix={json.dumps(marker)}]: /(?s:.*)/"
+    main = f"start: {thought} @answer\n{free}\nGAP: /[ \\n]{{0,4}}/\n"
     source = _source(structured)
     if source.lstrip().startswith("{"):
         first, *others = json.loads(source)["grammars"]
@@ -113,6 +119,15 @@ def after_marker(structured: StructuredOutput, marker: str, opening: str | None 
         first, others = {"lark_grammar": source}, []
     grammars = [{"name": "main", "lark_grammar": main}, {**first, "name": "answer"}, *others]
     return StructuredOutput("grammar", json.dumps({"grammars": grammars}))
+
+
+def _marker_token(marker: str, tokenizer: Tokenizer | None) -> str | None:
+    """`marker` as a reference to its token where llguidance takes that for a special one, which text cannot match."""
+    token_id = None if tokenizer is None else tokenizer.token_id(marker)
+    if token_id is None or tokenizer.eos_token_id is None:
+        return None
+    trie = _token_trie(tokenizer, tokenizer.vocab_size, (tokenizer.eos_token_id,))
+    return f"<[{token_id}]>" if trie.is_special_token(token_id) else None
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -40,11 +40,12 @@ from zhilight.server.openai.usage import UsageCount
 
 @dataclass(frozen=True)
 class Job:
-    """A chat request, ready to run. `echo` is text put before the answer."""
+    """A chat request, ready to run. `prompt_tail` is the end of the rendered prompt, `echo` text put before the answer."""
 
     prompt: PreparedPrompt
     params: SamplingParams
     style: MessageStyle
+    prompt_tail: str
     echo: str
 
 
@@ -106,12 +107,17 @@ def prepare(serving: Serving, body: ChatCompletionRequest) -> Job:
                       reserve=min(asked or 1, serving.max_model_len - 1))
     budget = output_budget(serving, prompt_tokens=len(prompt.token_ids), asked=asked, param=param,
                            default=serving.default("max_new_tokens", None))
-    structured = style.constraint or structured
-    if structured is not None:
-        serving.check_grammar(structured)
-    params = make_sampling_params(serving, body, max_tokens=budget, structured=structured,
+    tail = prompt.text if prompt.text is not None else serving.tokenizer.decode(prompt.token_ids[-64:], False)
+    constraint = style.constraint or (structured and structured.constraint)
+    if constraint is not None:
+        param = "tools" if structured is None or style.constraint else structured.param
+        serving.check_grammar(constraint, param)
+        constraint = style.after_thought(constraint, tail, serving.tokenizer)
+    params = make_sampling_params(serving, body, max_tokens=budget, structured=constraint,
                                   logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-    return Job(prompt, params, style, _echo(serving, body))
+    if style.needs_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    return Job(prompt, params, style, tail[-256:], _echo(serving, body))
 
 
 def _echo(serving: Serving, body: ChatCompletionRequest) -> str:
@@ -135,9 +141,7 @@ class ChatAnswer:
         self._names = TokenNames(serving.tokenizer, as_ids if body.return_tokens_as_token_ids is None
                                  else body.return_tokens_as_token_ids)
         self._usage = UsageCount(len(job.prompt.token_ids))
-        tail = job.prompt.text if job.prompt.text is not None else serving.tokenizer.decode(
-            job.prompt.token_ids[-64:], skip_special_tokens=False)
-        self._choices = [_Choice(MessageReader(job.style, tail)) for _ in range(body.n or 1)]
+        self._choices = [_Choice(MessageReader(job.style, job.prompt_tail)) for _ in range(body.n or 1)]
         self._prompt_logprobs: Any = UNSET
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)

@@ -87,7 +87,7 @@ def prepare(serving: Serving, body: CompletionRequest) -> Job:
         raise bad_request(f"max_tokens is {body.max_tokens}; it must be at least 1 (0 only together with echo).", "max_tokens")
     structured = structured_output_of(body)
     if structured is not None:
-        serving.check_grammar(structured)
+        serving.check_grammar(structured.constraint, structured.param)
     reserve = 1 if discard else min(body.max_tokens or DEFAULT_MAX_TOKENS, serving.max_model_len - 1)
     prompts = [truncate(serving, prompt, body.truncate_prompt_tokens, reserve=reserve) for prompt in prompts]
     if body.echo:
@@ -97,7 +97,8 @@ def prepare(serving: Serving, body: CompletionRequest) -> Job:
     for prompt in prompts:
         budget = output_budget(serving, prompt_tokens=len(prompt.token_ids), asked=1 if discard else body.max_tokens,
                                default=DEFAULT_MAX_TOKENS, param="max_tokens")
-        settings = make_sampling_params(serving, body, max_tokens=budget, logprobs=body.logprobs, structured=structured)
+        settings = make_sampling_params(serving, body, max_tokens=budget, logprobs=body.logprobs,
+                                        structured=structured and structured.constraint)
         if body.echo and body.logprobs is not None and settings.prompt_logprobs is None:
             settings = replace(settings, prompt_logprobs=body.logprobs)
         params.append(settings)

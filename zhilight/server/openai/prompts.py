@@ -156,11 +156,15 @@ def text_prompts(serving: Serving, prompt: Prompt | None, *, add_special_tokens:
     raise bad_request(f"{param} must be a text, texts, token ids or lists of token ids, not a mixture.", param)
 
 
-def encode_text(serving: Serving, text: str, *, add_special_tokens: bool, param: str) -> PreparedPrompt:
-    longest = serving.longest_token * serving.max_model_len
-    if len(text) > longest:
+def check_length(serving: Serving, text: str, param: str) -> None:
+    """Refuse a text that cannot fit before the tokenizer spends seconds on it."""
+    if len(text) > serving.longest_token * serving.max_model_len:
         raise bad_request(f"This model's maximum context length is {serving.max_model_len} tokens; {param} has "
                           f"{len(text)} characters, more than that many tokens can hold.", param, "context_length_exceeded")
+
+
+def encode_text(serving: Serving, text: str, *, add_special_tokens: bool, param: str) -> PreparedPrompt:
+    check_length(serving, text, param)
     token_ids = serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not token_ids:
         raise bad_request(f"{param} is empty: it has no tokens.", param)

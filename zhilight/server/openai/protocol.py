@@ -73,7 +73,7 @@ class Message(msgspec.Struct, kw_only=True):
     refusal: str | None = None
 
 
-class FunctionDefinition(msgspec.Struct, kw_only=True):
+class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: Annotated[str, Meta(min_length=1, max_length=128)]
     description: str | None = None
     parameters: JSONObject | None = None
@@ -81,8 +81,8 @@ class FunctionDefinition(msgspec.Struct, kw_only=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    function: FunctionDefinition
     type: Literal["function"] = "function"
+    function: FunctionDefinition
 
 
 class NamedFunction(msgspec.Struct, kw_only=True):

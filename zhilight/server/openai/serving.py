@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
-from zhilight.errors import ConfigError
+from zhilight.engine.structured import compile_grammar
+from zhilight.errors import ConfigError, RequestError
 from zhilight.server.config import ServerConfig
+from zhilight.server.openai.chat_message import choose_reasoning_parser, choose_tool_parser
 from zhilight.server.openai.errors import APIError
 from zhilight.server.openai.metrics import ServerMetrics
 
@@ -41,6 +43,8 @@ class Serving:
         self.model_names = list(config.served_model_name) or [default_model_name(engine.config)]
         self.created = int(time.time())
         self.chat_template = read_chat_template(config.chat_template)
+        self.tool_parser = choose_tool_parser(config, self.chat_template or engine.tokenizer.chat_template)
+        self.reasoning_parser = choose_reasoning_parser(config)
         self.pool = ThreadPoolExecutor(config.thread_pool_size, thread_name_prefix="prepare")
         self.metrics = ServerMetrics(engine, self.model_names[0])
         self.draining = False
@@ -88,11 +92,13 @@ class Serving:
         """Run `function` in the thread pool: templates, tokenizing and grammars must not hold up other streams."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
 
-    def check_grammar(self, structured: StructuredOutput) -> None:
-        """Compile the grammar before the request is queued. Raises RequestError naming what is wrong with it."""
-        from zhilight.engine.structured import compile_grammar
-
-        compile_grammar(structured, self.tokenizer)
+    def check_grammar(self, structured: StructuredOutput, param: str) -> None:
+        """Compile the grammar before the request is queued. Raises RequestError naming `param` and what is wrong."""
+        try:
+            compile_grammar(structured, self.tokenizer, vocab_size=self.model_config.vocab_size,
+                            eos_token_ids=self.model_config.eos_token_ids)
+        except RequestError as error:
+            raise RequestError(str(error), param=param) from error
 
     def log_request(self, answer_id: str, prompts: Sequence[PreparedPrompt], params: SamplingParams) -> None:
         """One line about a request's size and settings, never its text."""

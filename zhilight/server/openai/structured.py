@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -10,9 +11,20 @@ from zhilight.config.sampling import StructuredOutput
 from zhilight.server.openai.errors import bad_request
 from zhilight.server.openai.protocol import ResponseFormat, SamplingFields, StructuredOutputs
 
+MAX_GRAMMAR_LENGTH = 1 << 18
+"""Characters of a grammar: compiling a longer one would keep a thread busy for seconds."""
 
-def structured_output_of(request: SamplingFields) -> StructuredOutput | None:
-    """The one constraint of the request, or None. Two of them, or an empty one, are a 400."""
+
+@dataclass(frozen=True)
+class Constraint:
+    """The grammar, and the request's field that asked for it."""
+
+    param: str
+    constraint: StructuredOutput
+
+
+def structured_output_of(request: SamplingFields) -> Constraint | None:
+    """The one constraint of the request, or None. Two of them, or an empty or huge one, are a 400."""
     found: list[tuple[str, StructuredOutput]] = []
     if request.response_format is not None:
         found += _from_response_format(request.response_format)
@@ -23,7 +35,12 @@ def structured_output_of(request: SamplingFields) -> StructuredOutput | None:
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
         raise bad_request(f"the output can follow one constraint only, and the request has several: {names}.", found[1][0])
-    return found[0][1] if found else None
+    if not found:
+        return None
+    if len(found[0][1].value) > MAX_GRAMMAR_LENGTH:
+        raise bad_request(f"{found[0][0]} has {len(found[0][1].value)} characters; the limit is {MAX_GRAMMAR_LENGTH}.",
+                          found[0][0])
+    return Constraint(*found[0])
 
 
 def _from_response_format(response_format: ResponseFormat) -> list[tuple[str, StructuredOutput]]:

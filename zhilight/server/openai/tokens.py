@@ -6,7 +6,7 @@ from aiohttp import web
 
 from zhilight.server.openai.body import read_body
 from zhilight.server.openai.errors import bad_request
-from zhilight.server.openai.prompts import render_chat
+from zhilight.server.openai.prompts import check_length, render_chat
 from zhilight.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from zhilight.server.openai.responses import DetokenizeResponse, TokenizeResponse
 from zhilight.server.openai.sampling import check_token_ids
@@ -28,6 +28,7 @@ def _tokenize(serving: Serving, body: TokenizeRequest) -> TokenizeResponse:
         text, add_special_tokens = render_chat(serving, body, tools=body.tools), bool(body.add_special_tokens)
     else:
         text, add_special_tokens = body.prompt, body.add_special_tokens is not False
+    check_length(serving, text, "prompt")
     tokens = serving.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     strings = [serving.tokenizer.token(token) for token in tokens] if body.return_token_strs else None
     return TokenizeResponse(count=len(tokens), max_model_len=serving.max_model_len, tokens=tokens, token_strs=strings)
