@@ -199,7 +199,8 @@ def report(soak: Soak, samples: list[tuple[float, float, float]], seconds: float
     middle, end = samples[len(samples) // 2 - 2 : len(samples) // 2 + 2], samples[-4:]
     for column, name in ((1, "front"), (2, "engine")):
         before, after = (sum(sample[column] for sample in part) / len(part) for part in (middle, end))
-        print(f"{name}: resident {samples[0][column]:.1f} MB at first, {before:.1f} MB in the middle, {after:.1f} MB at the end")
+        first = samples[0][column]
+        print(f"{name}: resident {first:.1f} MB at first, {before:.1f} MB in the middle, {after:.1f} MB at the end")
         if after - before > ALLOWED_GROWTH_MB:
             wrong.append(f"the {name} process grew by {after - before:.1f} MB from the middle to the end")
     return wrong
