@@ -8,7 +8,7 @@ import pytest
 from zhilight.engine.structured import GrammarState, compile_grammar
 from zhilight.errors import RequestError
 from zhilight.server.openai.tools import get_tool_parser
-from zhilight.server.openai.tools.constrain import force_calls
+from zhilight.server.openai.tools.constrain import allow_calls, force_calls
 from zhilight.tokenization.tokenizer import Tokenizer, TokenizerSettings, load_tokenizer
 
 TOOLS = [
@@ -74,6 +74,30 @@ def test_a_named_choice_and_no_parallel_calls_mean_one_call(tokenizer, name):
     assert not accepts(tokenizer, single, written(name, ("now", "{}"), ("now", "{}")))
 
 
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_allowed_calls_are_well_formed_and_fit_strict_tools(tokenizer, name):
+    parser = get_tool_parser(name)
+    grammar = allow_calls(parser, STRICT, tokenizer)
+    good = [("get_weather", '{"city": "Paris"}'), ("now", '{"loose": [1]}'), ("get_weather", '{"city": "北京", "days": 3}')]
+    for calls in (good[:1], good[1:2], good):
+        text = written(name, *calls)
+        assert accepts(tokenizer, grammar, text)
+        assert [(call.name, call.arguments) for call in parser(STRICT, constrained=True).parse(text).tool_calls] == calls
+    bad = written(name, ("get_weather", '{"city": "Rome"}'))
+    assert not accepts(tokenizer, grammar, bad)
+    for text in ("", "Hello {there}.\n", '{"answer": {"name": "x"}}', "a < b"):
+        assert accepts(tokenizer, grammar, text), text
+    if parser.format.markers:
+        assert accepts(tokenizer, grammar, "Let me look.\n" + written(name, good[0]) + "\nDone.")
+        assert not accepts(tokenizer, grammar, "Let me look.\n" + bad)
+        assert not accepts(tokenizer, grammar, written(name, ("unknown", "{}")))
+    if name != "hermes":
+        assert not accepts(tokenizer, allow_calls(parser, STRICT, tokenizer, parallel=False), written(name, *good[:2]))
+
+
 @pytest.mark.parametrize("special", [True, False])
 def test_markers_that_are_tokens(tokenizer, special):
     # Whether the vocabulary holds [TOOL_CALLS] as a special token or as an ordinary added one, that token is what is forced.
@@ -89,6 +113,9 @@ def test_markers_that_are_tokens(tokenizer, special):
     text = written("mistral", ("now", "{}"))
     assert extended.encode(text)[0] == marker
     assert accepts(extended, grammar, text)
+    optional = allow_calls(get_tool_parser("mistral"), STRICT, extended)
+    assert accepts(extended, optional, "Wait. " + text + " Done.")
+    assert not accepts(extended, optional, "Wait. " + written("mistral", ("get_weather", "{}")))
 
 
 @pytest.mark.parametrize(("tools", "name", "param"), [

@@ -236,7 +236,7 @@ class ToolParser:
             text.append(char)
             if char == "{" and depth == around < scanner.depth and (name is not None or scanner.key in ARGUMENTS):
                 first, last = len(text) - 1, None
-                streamed = streamed or (self.constrained and self._announce(name, text))
+                streamed = streamed or (self.constrained and self._announce(name, text, known_only))
             if first is not None and last is None:
                 if streamed:
                     self._arguments.append(char)
@@ -283,11 +283,11 @@ class ToolParser:
         """An id for a call that brings none."""
         return "call_" + random_name(24)
 
-    def _announce(self, name: str | None, text: list[str]) -> bool:
-        """Sends a call's header as its arguments begin; False when its name is not known by then."""
+    def _announce(self, name: str | None, text: list[str], known_only: bool) -> bool:
+        """Sends a call's header as its arguments begin; False when its name has not come by then, or does not count."""
         if name is None:
             call = _read_call("".join(text[:-1]) + "{}}", None, slice(len(text) - 1, len(text) + 1), lenient=False)
-            if call is None:
+            if call is None or (known_only and call.name not in self.tool_names):
                 return False
             self.report(call.name, "", call.id)
         else:
