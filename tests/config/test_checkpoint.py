@@ -102,9 +102,9 @@ def test_what_is_not_built_is_named(keys, named):
 
 
 @pytest.mark.parametrize(("keys", "named"), [
-    ({"hidden_size": None}, "hidden_size is None"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-    ({"vocab_size": "128"}, "vocab_size is '128'"),
+    ({"hidden_size": None}, "hidden_size = None"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+    ({"vocab_size": "128"}, "vocab_size = '128'"),
     ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads"),
 ])
 def test_values_that_make_no_sense(keys, named):
@@ -151,6 +151,7 @@ def test_gguf(tmp_path):
     ({"general.architecture": "gemma"}, UnsupportedModel, "'gemma' is not built; built are llama, qwen2"),
     ({"llama.expert_count": 8}, UnsupportedModel, "8 experts"),
     ({"llama.rope.scaling.type": "spiral"}, UnsupportedModel, "'spiral'"),
+    ({"llama.rope.dimension_count": 8}, UnsupportedModel, "rotates 8 of 16 values"),
     ({"split.count": 3}, ConfigError, "llama-gguf-split"),
 ])
 def test_gguf_refusals(tmp_path, metadata, error, named):

@@ -151,7 +151,7 @@ def _positive(raw: dict[str, Any], key: str, default: int | None = None) -> int:
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.json: {key} is {value!r}; it must be a positive integer.")
+        raise ConfigError(f"the model's config has {key} = {value!r}; it must be a positive integer.")
     return value
 
 

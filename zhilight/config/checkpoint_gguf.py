@@ -33,6 +33,10 @@ def read_gguf_config(path: Path) -> ModelConfig:
 
     if get("expert_count"):
         raise UnsupportedModel(f"GGUF {name} with {get('expert_count')} experts (mixture of experts) is not built.")
+    head_dim = get("attention.key_length") or get("embedding_length", 0) // get("attention.head_count", 1)
+    if get("rope.dimension_count", head_dim) != head_dim:
+        raise UnsupportedModel(f"GGUF {name} that rotates {get('rope.dimension_count')} of {head_dim} values of a head is not "
+                               "built; built is rotation of all.")
     if "token_embd.weight" not in file.tensors:
         raise ConfigError(f"{path} holds no tensor token_embd.weight: it is not a language model's file.")
     return config_from_dict({
@@ -44,7 +48,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": get("attention.head_count"),
         "num_key_value_heads": get("attention.head_count_kv"),
-        "head_dim": get("attention.key_length"),
+        "head_dim": head_dim,
         "max_position_embeddings": get("context_length"),
         # float32 in the file: the shortest decimal that rounds to it is the number that was meant
         "rms_norm_eps": _shortest(get("attention.layer_norm_rms_epsilon", 1e-6)),

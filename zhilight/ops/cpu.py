@@ -96,8 +96,9 @@ class CpuOps(Ops):
             raise ShapeError(f"silu_mul: x is {x.shape}; its last axis holds gate and up in turn, so it must be even.")
         out = self._out(out, (x.shape[0], x.shape[1] // 2))
         gate, up = x[:, 0::2], x[:, 1::2]
+        np.negative(gate, out=out)
         with np.errstate(over="ignore"):  # exp overflows to inf for a gate below -88, and gate / inf is 0, as it should be
-            np.exp(-gate, out=out)
+            np.exp(out, out=out)
         out += 1
         np.divide(gate, out, out=out)
         out *= up
