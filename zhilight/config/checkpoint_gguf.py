@@ -33,6 +33,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
 
     if get("expert_count"):
         raise UnsupportedModel(f"GGUF {name} with {get('expert_count')} experts (mixture of experts) is not built.")
+    if not isinstance(get("attention.head_count", 1), int):
+        raise UnsupportedModel(f"GGUF {name} with another number of heads in each layer is not built.")
     head_dim = get("attention.key_length") or get("embedding_length", 0) // get("attention.head_count", 1)
     if get("rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedModel(f"GGUF {name} that rotates {get('rope.dimension_count')} of {head_dim} values of a head is not "
