@@ -38,35 +38,30 @@ class Choice:
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
         self._detokenizer = detokenizer
-        self._arrived: list[int] = []
-        self._arrived_logprobs: list[PositionLogprobs] = []
+        self.arrived: list[int] = []
+        """Tokens that `settle` has not taken in yet, and their log-probabilities."""
+        self.arrived_logprobs: list[PositionLogprobs] = []
         self._text = ""
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
         self._ended_unseen = False
-
-    def arrive(self, token: int) -> None:
-        self._arrived.append(token)
-
-    def arrive_logprobs(self, entry: PositionLogprobs) -> None:
-        self._arrived_logprobs.append(entry)
 
     def settle(self, finished: Finished | None = None) -> bool:
         """Turn what has arrived into text. True when a stop string ended the choice, so that the engine must be told."""
         if self.finish_reason is not None:
             return False
         by_token = finished is not None and finished.stop_token
-        delta = self._detokenizer.push(self._arrived, finished=finished is not None, stopped_by_token=by_token)
+        delta = self._detokenizer.push(self.arrived, finished=finished is not None, stopped_by_token=by_token)
         used = delta.num_tokens
         self._text += delta.text
-        self._token_ids += self._arrived[:used]
+        self._token_ids += self.arrived[:used]
         self.num_tokens += used
-        if self._arrived_logprobs:
-            entries = self._arrived_logprobs[:used]
+        if self.arrived_logprobs:
+            entries = self.arrived_logprobs[:used]
             self._logprobs += entries
             self.cumulative_logprob += sum(entry.chosen.logprob for entry in entries)
-            self._arrived_logprobs = []
-        self._arrived = []
+            self.arrived_logprobs = []
+        self.arrived = []
         if delta.stop is not None:
             self._end("stop", delta.stop)
             return finished is None
@@ -108,7 +103,7 @@ class CollectedRequest:
     """One request: its choices, and what a consumer has not seen of them."""
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
-                 tokenizer: Tokenizer, handles: Iterator[int]):
+                 tokenizer: Tokenizer, handles: Iterator[int], streamed: bool):
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -118,6 +113,8 @@ class CollectedRequest:
         self.error: str | None = None
         self.refused: RequestError | None = None
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.settles_each_step = streamed or bool(params.stop)
+        """Whether its text is made as it comes; otherwise at the end, which is cheaper."""
         self._prompt_logprobs_sent = params.prompt_logprobs is None
         self._selects = params.num_sequences > params.n
         self._done = False
@@ -201,9 +198,10 @@ class Collector:
     def next_handle(self) -> int:
         return next(self._handles)
 
-    def open(self, request_id: str, prompt: str | None, prompt_token_ids: list[int],
-             params: SamplingParams) -> CollectedRequest:
-        request = CollectedRequest(request_id, prompt, prompt_token_ids, params, self._tokenizer, self._handles)
+    def open(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
+             streamed: bool = True) -> CollectedRequest:
+        """A new request. `streamed`: its consumer looks at every piece, and not only at the end."""
+        request = CollectedRequest(request_id, prompt, prompt_token_ids, params, self._tokenizer, self._handles, streamed)
         self._choices.update((choice.handle, choice) for choice in request.choices)
         self.num_waiting += len(request.choices)
         return request
@@ -242,11 +240,11 @@ class Collector:
                                  strict=True):
             choice = choices.get(handle)
             if choice is not None:
-                choice.arrive(token)
+                choice.arrived.append(token)
                 touched[choice] = None
         for handle, entry in out.logprobs:
             if (choice := choices.get(handle)) is not None:
-                choice.arrive_logprobs(entry)
+                choice.arrived_logprobs.append(entry)
         for handle, entries in out.prompt_logprobs:
             if (choice := choices.get(handle)) is not None and choice.request.prompt_logprobs is not None:
                 choice.request.prompt_logprobs.extend(entries)
@@ -261,6 +259,11 @@ class Collector:
         now = time.monotonic()
         for choice, finished in touched.items():
             request, metrics = choice.request, choice.request.metrics
+            if metrics.first_token is None and choice.arrived:
+                metrics.first_token = now
+            if finished is None and not request.settles_each_step:
+                continue
+            metrics.last_token = now if choice.arrived else metrics.last_token
             if finished is not None and finished.reason == "refused":
                 request.refused = RequestError(finished.error or "refused", param=finished.param)
             if finished is not None and finished.error is not None:
@@ -273,9 +276,6 @@ class Collector:
                 request.error = f"{type(error).__name__}: {error}"
                 choice.fail()
                 stopped.append(choice.handle)
-            if choice.num_tokens:
-                metrics.first_token = metrics.first_token or now
-                metrics.last_token = now
             if choice.finish_reason is not None:
                 self._drop(choice)
                 if request.finished:

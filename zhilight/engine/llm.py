@@ -67,7 +67,7 @@ class LLM:
         requests: list[CollectedRequest] = []
         try:
             for prompt, own in zip(prompts, params, strict=True):
-                requests.append(self._submit(prompt, own))
+                requests.append(self._submit(prompt, own, streamed=False))
             return self._run(requests, use_tqdm)
         finally:
             self._abandon(requests)
@@ -93,7 +93,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt and yield what is new, piece by piece. Leaving the loop early ends the request."""
-        request = self._submit(prompt, sampling_params or self.default_sampling_params())
+        request = self._submit(prompt, sampling_params or self.default_sampling_params(), streamed=True)
 
         def pieces() -> Iterator[RequestOutput]:
             try:
@@ -134,14 +134,14 @@ class LLM:
 
     # ---- details ----------------------------------------------------------------------------------------------
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> CollectedRequest:
+    def _submit(self, prompt: Prompt, params: SamplingParams, streamed: bool) -> CollectedRequest:
         text, ids = self._ids(prompt)
         if self.tokenizer is None:
             params = replace(params, detokenize=False)
         array = validate_prompt(ids, params, self.model_config.vocab_size, self.max_model_len)
         bad_words = self._collector.bad_word_ids(params)
         self._count += 1
-        request = self._collector.open(f"llm-{self._count}", text, ids, params)
+        request = self._collector.open(f"llm-{self._count}", text, ids, params, streamed)
         for message in request.messages(array, 0, None, bad_words):
             self._core.add(message)
         return request
@@ -226,8 +226,8 @@ class LLM:
                 return text, self.tokenizer.encode(text)
             if ids is None:
                 raise RequestError('a prompt given as a dict needs "prompt" or "prompt_token_ids".', param="prompt")
-            return text, [int(token) for token in ids]
-        return None, [int(token) for token in prompt]
+            return text, list(ids)
+        return None, list(prompt)
 
     @staticmethod
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -24,6 +24,7 @@ import zmq
 from zhilight.engine.core import EngineCore
 from zhilight.engine.messages import Abort, Add, Embed, EngineStats, Failed, Ready, Start, StepOutput, ToEngine
 from zhilight.engine.startup import start_engine
+from zhilight.errors import ZhiLightError
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,8 @@ class EngineServer:
             self._stats_sent = now
             out.stats = self._core.stats()
             self._log.offer(out.stats, now)
-        self._outbox.send(self._encoder.encode(out))
+        if out.handles or out.finished or out.started or out.embeddings or out.prompt_logprobs or out.stats is not None:
+            self._outbox.send(self._encoder.encode(out))
 
 
 class StatsLog:
@@ -198,14 +200,16 @@ def main(folder: str) -> int:
         start = msgspec.msgpack.decode(inbox.recv(), type=ToEngine)
         if not isinstance(start, Start):
             return 0
-        logging.basicConfig(level=start.log_level, format="%(levelname)s %(asctime)s engine[%(process)d] %(message)s")
+        logging.basicConfig(format="%(levelname)s %(asctime)s engine[%(process)d] %(message)s")
+        logging.getLogger("zhilight").setLevel(start.log_level)
         engine = start_engine(start.config)
         outbox.send(encoder.encode(Ready(engine.config, engine.model_config, engine.max_model_len, engine.num_kv_blocks)))
         EngineServer(engine.core, inbox, outbox, start.config.stats_interval).run()
         engine.core.close()
         return 0
     except Exception as error:
-        logger.error("The engine ends: %s", error, exc_info=error)
+        # A ZhiLightError says all there is to say; the front prints it. Anything else is a fault of ours.
+        logger.error("The engine ends: %s", error, exc_info=None if isinstance(error, ZhiLightError) else error)
         outbox.send(encoder.encode(Failed(type(error).__name__, str(error))))
         return 1
     finally:

@@ -62,11 +62,13 @@ class Request:
 def validate_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> np.ndarray:
     """The prompt as [n] int32. Raises RequestError, with the numbers, for a request that can never be served."""
     try:
-        prompt = np.asarray(prompt_token_ids, np.int64)
+        prompt = np.asarray(prompt_token_ids)
     except (OverflowError, ValueError, TypeError) as error:
         raise RequestError(f"The prompt is not a list of token ids: {error}.", param="prompt") from None
-    if prompt.ndim != 1 or not len(prompt):
+    if not prompt.size:
         raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+        raise RequestError("The prompt is not a flat list of token ids, which are integers.", param="prompt")
     _check_ids(prompt, vocab_size, "prompt")
     if len(prompt) >= max_model_len:
         raise RequestError(
