@@ -202,7 +202,8 @@ def test_a_grammar_is_followed(llm):
 
 
 @pytest.mark.parametrize(("prompt", "sampling", "param", "numbers"), [
-    ([], {}, "prompt", "empty"), ([1.5], {}, "prompt", "integers"), ([[1]], {}, "prompt", "flat"), ([2**70], {}, "prompt", "integers"),
+    ([], {}, "prompt", "empty"), ([1.5], {}, "prompt", "integers"),
+    ([[1]], {}, "prompt", "flat"), ([2**70], {}, "prompt", "integers"),
     ([VOCAB], {}, "prompt", str(VOCAB)), ([-1], {}, "prompt", "-1"),
     ([5] * 512, {}, "prompt", "512"), ([5] * 500, {"max_tokens": 13}, "max_tokens", "513"),
     ([5], {"stop_token_ids": (VOCAB,)}, "stop_token_ids", str(VOCAB)), ([5], {"logit_bias": {999: 1.0}}, "logit_bias", "999"),
