@@ -106,6 +106,8 @@ def configs_from(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerCon
         raise ConfigError('no model is given. Name one: a folder, a GGUF file, a hub name, or "demo".')
     if not values.get("api_key") and os.environ.get(API_KEY_VARIABLE):
         values["api_key"] = [key.strip() for key in os.environ[API_KEY_VARIABLE].split(",") if key.strip()]
+    if values.get("skip_tokenizer_init"):
+        raise ConfigError("skip_tokenizer_init is set, but a server needs the tokenizer. Leave it out.")
     return _build(EngineConfig, values), _build(ServerConfig, values)
 
 
