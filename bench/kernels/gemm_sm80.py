@@ -19,8 +19,8 @@ from zhilight.driver.compiler import compile_all
 from zhilight.driver.dtype import bfloat16
 from zhilight.kernels import gemm_sm80 as sm80
 
-SHAPES = ((8192, 8192, 8192), (4096, 4096, 4096), (2048, 28672, 4096), (2048, 4096, 14336), (512, 6144, 4096), (512, 28672, 4096),
-          (128, 6144, 4096), (128, 4096, 14336), (64, 28672, 4096), (64, 4096, 4096))
+SHAPES = ((8192, 8192, 8192), (4096, 4096, 4096), (2048, 28672, 4096), (2048, 4096, 14336), (512, 6144, 4096),
+          (512, 28672, 4096), (128, 6144, 4096), (128, 4096, 14336), (64, 28672, 4096), (64, 4096, 4096))
 TILES = {"large": sm80.LARGE, "large 96K": sm80.LARGE_96K, "square": sm80.SQUARE, "flat": sm80.FLAT}
 
 
@@ -49,7 +49,8 @@ def main() -> None:
                         cuts[f"{name} /{split}"] = (tile, split)
         candidates = {"cuBLAS": [functools.partial(torch.matmul, x, w.T, out=out) for x, w, out in sets]}
         for name, cut in cuts.items():
-            candidates[name] = [functools.partial(sm80.gemm_sm80, bench.runtime, *map(view, arrays), tile=cut) for arrays in sets]
+            candidates[name] = [functools.partial(sm80.gemm_sm80, bench.runtime, *map(view, arrays), tile=cut)
+                                for arrays in sets]
         times = bench.compare(candidates, rounds=3, target_ms=4)
         for name in cuts:
             records.append(Record("gemm_sm80", f"{m}x{n}x{k}", times[name], "cuBLAS", times["cuBLAS"],

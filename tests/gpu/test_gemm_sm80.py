@@ -1,4 +1,4 @@
-"""gemm_sm80 on the GPU (on any from sm_80 on) against float64: every tile, split K, ragged M, N and K, epilogues, determinism."""
+"""gemm_sm80 on the GPU (any from sm_80 on) against float64: every tile, split K, ragged sizes, epilogues, determinism."""
 
 from __future__ import annotations
 
