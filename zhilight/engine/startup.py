@@ -166,7 +166,7 @@ def kv_blocks_that_fit(config: EngineConfig, model_config: ModelConfig, ops: Ops
 
 def check_model_len(config: EngineConfig, model_config: ModelConfig) -> None:
     """Raises ConfigError for a max_model_len that the model or the step's token budget cannot honour."""
-    wanted, limit = config.max_model_len, model_config.max_position_embeddings
+    wanted, limit = config.max_model_len, model_config.max_context_len
     if wanted is not None and wanted > limit:
         raise ConfigError(f"max_model_len is {wanted}; the model was made for {limit} positions. Lower it to {limit} or less.")
     if wanted is not None and not config.enable_chunked_prefill and wanted > config.max_num_batched_tokens:
@@ -184,7 +184,7 @@ def choose_model_len(config: EngineConfig, model_config: ModelConfig, capacity: 
                 + ("raise num_kv_blocks." if config.num_kv_blocks else
                    "raise gpu_memory_utilization (on a CPU: cpu_kv_cache_gb), or set kv_cache_dtype on a GPU."))
         return config.max_model_len
-    limits = {model_config.max_position_embeddings: "the model's own limit", capacity: "what the KV cache holds"}
+    limits = {model_config.max_context_len: "the model's own limit", capacity: "what the KV cache holds"}
     if not config.enable_chunked_prefill:
         limits.setdefault(config.max_num_batched_tokens, "max_num_batched_tokens, as chunked prefill is off")
     chosen = min(limits)

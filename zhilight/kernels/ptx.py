@@ -145,6 +145,8 @@ atomic_inc_acq_rel_u32 = ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", u3
 prefetch_l2 = ptx("prefetch.global.L2 [$0];", void, u64)
 """Ask a line (128 bytes) into L2; waits for nothing."""
 reduce_add_f32 = ptx("red.global.gpu.add.f32 [$0], $1;", void, u64, f32)
+reduce_add_u32 = ptx("red.global.gpu.add.u32 [$0], $1;", void, u64, u32)
+reduce_add_u64 = ptx("red.global.gpu.add.u64 [$0], $1;", void, u64, u64)
 fence_gpu = ptx("fence.acq_rel.gpu;", void)
 
 # ---- bits and numbers -----------------------------------------------------------------------------------------------

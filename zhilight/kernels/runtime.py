@@ -17,6 +17,7 @@ from zhilight.errors import OutOfMemory, ShapeError
 MAX_TENSOR_MAPS = 1 << 14
 TENSOR_MAP_BYTES = 128
 COUNTERS = 1 << 16
+ZEROS_BYTES = 8 << 20
 
 
 class Runtime:
@@ -34,8 +35,10 @@ class Runtime:
         self.scratch_bytes = scratch_bytes
         self._scratch = allocate(scratch_bytes)
         self._counters = allocate(COUNTERS * 4)
-        self._zero(self._counters, COUNTERS)
         self._map_memory = allocate(MAX_TENSOR_MAPS * TENSOR_MAP_BYTES)
+        self._zeros = allocate(ZEROS_BYTES)
+        self._zero(self._counters, COUNTERS)
+        self._zero(self._zeros, ZEROS_BYTES // 4)
         self._maps: dict[tuple, int] = {}
 
     def scratch(self, nbytes: int) -> int:
@@ -50,6 +53,13 @@ class Runtime:
         if count > COUNTERS:
             raise OutOfMemory(f"an operation needs {count:,} counters; the runtime has {COUNTERS:,}.")
         return self._counters
+
+    def zeros(self, nbytes: int) -> int:
+        """Address of `nbytes` of zeros, which the operation must leave zero. One use an operation."""
+        if nbytes > ZEROS_BYTES:
+            raise OutOfMemory(f"an operation needs {nbytes:,} bytes of zeros; the runtime has {ZEROS_BYTES:,}. "
+                              "Lower max_num_seqs.")
+        return self._zeros
 
     def tensor_map(self, address: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
                    swizzle: int = 128) -> int:
@@ -95,10 +105,11 @@ class Runtime:
         check(driver.cuMemcpyHtoD(target, host.ctypes.data, TENSOR_MAP_BYTES), "cuMemcpyHtoD")
         return target
 
-    @staticmethod
-    def _zero(address: int, words: int) -> None:
+    def _zero(self, address: int, words: int) -> None:
+        """In stream order, and done on return: a fill that the allocator queued must not come after it."""
         from cuda.bindings import driver
 
         from zhilight.driver.device import check
 
-        check(driver.cuMemsetD32(address, 0, words), "cuMemsetD32")
+        check(driver.cuMemsetD32Async(address, 0, words, self.stream.handle), "cuMemsetD32Async")
+        check(driver.cuStreamSynchronize(self.stream.handle), "cuStreamSynchronize")

@@ -48,7 +48,7 @@ class CudaOps(Ops):
         self.stream = Stream()
         self.overlap = device.capability >= (9, 0) if overlap is None else overlap
         self.pinned = PinnedPool(device, 4 << 30)
-        scratch = max(128 * MIB, max_rows * (vocab_size + sampling.CHUNK) * 8 + MIB)
+        scratch = max(128 * MIB, sampling.scratch_bytes(max_rows, vocab_size))
         capability = (*device.capability, "a" if device.capability[0] == 9 else "")
         self.runtime = Runtime(self.stream, capability, device.multiprocessors, self._permanent, scratch)
         self.sampled = pool.allocate("weights", (max_rows,), dtypes.int32)
