@@ -3,7 +3,7 @@
 python bench/kernels/small.py [--json FILE]
 
 Peers: torch eager, which needs several launches for most of these; sampling beside torch's argmax, and beside sort-based
-top-p (softmax, sort, cumsum, multinomial).
+top-p (softmax, sort, cumsum, draw).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """The usual way: sort everything."""
     probabilities, order = torch.softmax(logits / 0.8, dim=1).sort(dim=1, descending=True)
     probabilities.masked_fill_(probabilities.cumsum(1) - probabilities > top_p, 0)
-    return order.gather(1, torch.multinomial(probabilities, 1))
+    return order.gather(1, (probabilities / torch.empty_like(probabilities).exponential_()).argmax(1, keepdim=True))
 
 
 def samples(bench: Bench, records: list[Record]) -> None:

@@ -1,0 +1,135 @@
+"""RMSNorm, alone or with the residual add before it, in one pass.
+
+    residual += x * scale          (add_rms_norm; the sum is rounded to the dtype, and the norm is taken of what was stored)
+    out = residual * rsqrt(mean(residual ** 2) + eps) * weight
+
+x, out   : [tokens, hidden] bf16 or fp16, last dimension contiguous, rows may be strided
+residual : [tokens, hidden], same dtype, contiguous, updated in place
+weight   : [hidden], same dtype.  hidden is a multiple of 8.
+
+Grid     one block a row; a thread owns 8 values (16 bytes) at a time, kept in registers between the two passes
+Traffic  add: 4 * tokens * hidden * 2 bytes (two reads, two writes); alone: half of that
+Source   Zhang and Sennrich 2019, arXiv:1910.07467
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
+from zhilight.driver.dtype import DType, bfloat16, float16
+from zhilight.errors import ShapeError
+from zhilight.kernels.ptx import (
+    address,
+    f32,
+    grid_dependency_launch,
+    grid_dependency_wait,
+    i32,
+    i64,
+    load_global_v4,
+    rsqrt_approx,
+    shared_address,
+    store_global_v4,
+    u64,
+)
+from zhilight.kernels.runtime import Runtime
+from zhilight.kernels.vector import WARP, block_sum, pack8, unpack8
+
+
+@kernel_factory
+def rms_norm_kernel(hidden: int, dtype: DType, add: bool, overlap: bool = False) -> Kernel:
+    vectors = hidden // 8
+    threads = min(1024, -(-vectors // WARP) * WARP)
+    per_thread = -(-vectors // threads)
+    warps = threads // WARP
+    inverse = 1.0 / hidden
+    expand, compress, total = unpack8(dtype), pack8(dtype), block_sum(threads)
+
+    @kernel(threads=threads, max_registers=64, min_capability=(9, 0, "") if overlap else (8, 0, ""))
+    def rms_norm(x: Pointer(dtype), residual: Pointer(dtype), weight: Pointer(dtype), out: Pointer(dtype), x_stride: i64,
+                 out_stride: i64, eps: f32, scale: f32):
+        thread = i32(cuda.threadIdx.x)
+        row = i64(cuda.blockIdx.x)
+        sums = shared_address(cuda.shared.array(warps, types.float32))
+        values = cuda.local.array((per_thread, 8), types.float32)
+        gains = cuda.local.array((per_thread, 4), types.uint32)
+        from_x = address(x) + u64(row * x_stride) * u64(2)
+        from_residual = address(residual) + u64(row * i64(hidden)) * u64(2)
+        for i in range(per_thread):  # the weight depends on no earlier kernel
+            vector = thread + i32(i * threads)
+            if vector < i32(vectors):
+                g = load_global_v4(address(weight) + u64(vector) * u64(16))
+                for j in range(4):
+                    gains[i, j] = g[j]
+        if overlap:
+            grid_dependency_launch()
+            grid_dependency_wait()
+        square = f32(0)
+        for i in range(per_thread):
+            vector = thread + i32(i * threads)
+            if vector < i32(vectors):
+                offset = u64(vector) * u64(16)
+                v = expand(load_global_v4(from_x + offset))
+                if add:
+                    r = expand(load_global_v4(from_residual + offset))
+                    for j in range(8):
+                        values[i, j] = r[j] + v[j] * scale
+                    words = compress(values[i])
+                    store_global_v4(from_residual + offset, words[0], words[1], words[2], words[3])
+                    v = expand(words)
+                for j in range(8):
+                    values[i, j] = v[j]
+                    square += v[j] * v[j]
+        factor = rsqrt_approx(total(square, sums) * f32(inverse) + eps)
+        to = address(out) + u64(row * out_stride) * u64(2)
+        for i in range(per_thread):
+            vector = thread + i32(i * threads)
+            if vector < i32(vectors):
+                g = expand((gains[i, 0], gains[i, 1], gains[i, 2], gains[i, 3]))
+                for j in range(8):
+                    values[i, j] = values[i, j] * factor * g[j]
+                words = compress(values[i])
+                store_global_v4(to + u64(vector) * u64(16), words[0], words[1], words[2], words[3])
+
+    return rms_norm
+
+
+def rms_norm(runtime: Runtime, x: Any, weight: Any, eps: float, out: Any, overlap: bool = False) -> None:
+    """See the module. Raises ShapeError when shapes or dtypes disagree."""
+    _check(x, weight, out)
+    tokens, hidden = x.shape
+    if tokens:
+        rms_norm_kernel(hidden, x.dtype, False, overlap).launch(
+            tokens, x, 0, weight, out, x.strides[0], out.strides[0], eps, 1.0, stream=runtime.stream, overlap=overlap)
+
+
+def add_rms_norm(runtime: Runtime, x: Any, residual: Any, weight: Any, eps: float, scale: float, out: Any,
+                 overlap: bool = False) -> None:
+    """See the module. Raises ShapeError when shapes or dtypes disagree."""
+    _check(x, weight, out)
+    tokens, hidden = x.shape
+    if residual.shape != x.shape or residual.dtype != x.dtype or residual.strides != (hidden, 1):
+        raise ShapeError(f"residual is {residual.dtype} {residual.shape}; it must be {x.dtype} {x.shape}, contiguous")
+    if tokens:
+        rms_norm_kernel(hidden, x.dtype, True, overlap).launch(
+            tokens, x, residual, weight, out, x.strides[0], out.strides[0], eps, scale, stream=runtime.stream, overlap=overlap)
+
+
+def _check(x: Any, weight: Any, out: Any) -> None:
+    hidden = x.shape[1]
+    if hidden % 8 or x.strides[1] != 1 or x.strides[0] % 8:
+        raise ShapeError(f"x is {x.shape} with strides {x.strides}; hidden and row stride must be multiples of 8")
+    if weight.shape != (hidden,) or weight.dtype != x.dtype:
+        raise ShapeError(f"weight is {weight.dtype} {weight.shape}; it must be {x.dtype} [{hidden}]")
+    if out.shape != x.shape or out.dtype != x.dtype or out.strides[1] != 1:
+        raise ShapeError(f"out is {out.dtype} {out.shape}; it must be {x.dtype} {x.shape}")
+
+
+def catalogue() -> Iterator[Kernel]:
+    for hidden in (576, 2304, 4096, 8192):
+        yield rms_norm_kernel(hidden, bfloat16, True)
+    yield rms_norm_kernel(3584, float16, False)
+    yield rms_norm_kernel(4096, bfloat16, True, True)
+    yield rms_norm_kernel(4096, bfloat16, False, True)
