@@ -131,10 +131,12 @@ def samples(bench: Bench, records: list[Record]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="write the records there")
+    parts = {"norm": norms, "rotary": rotations, "elementwise": elementwise, "sample": samples}
+    parser.add_argument("--only", choices=parts, nargs="*", default=list(parts))
     arguments = parser.parse_args()
     bench, records = Bench(512 << 20), []
-    for part in (norms, rotations, elementwise, samples):
-        part(bench, records)
+    for name in arguments.only:
+        parts[name](bench, records)
     write(arguments.json, records)
 
 
