@@ -153,6 +153,14 @@ def test_variants_that_models_write():
     check("deepseek_v3", CALLS_BEGIN + v31 + CALLS_END, None, [("f", "{}"), ("search", "{}")])
 
 
+def test_constrained_reading_announces_only_what_is_a_call():
+    check("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', None, [("f", '{"a": 1}')],
+          constrained=True)
+    answer = '{"name": "Ann", "parameters": {"a": 1}}'
+    check("llama3_json", answer, answer, [], constrained=True)
+    check("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', None, [("f", '{"a": 1}')], constrained=True)
+
+
 def test_line_breaks_inside_strings_become_valid_json():
     check("hermes", hermes("f", '{"code": "a\n\tb é"}'), None, [("f", '{"code": "a\\n\\tb é"}')])
 

@@ -37,8 +37,8 @@ async def outermost(request: web.Request, handler: Handler) -> web.StreamRespons
     try:
         try:
             response = await handler(request)
-        except ConnectionError:
-            raise
+        except ConnectionError:  # nobody is left to answer; what is returned goes nowhere
+            return web.Response(status=status)
         except Exception as error:
             response = error_response(error)
         status = response.status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
@@ -67,9 +68,9 @@ class EventStream:
     async def finish(self, last: bytes = b"") -> web.StreamResponse:
         if last:
             await self.send(last)
-        if self._request.transport is None:
-            raise ConnectionResetError("the client closed the connection")
-        await self._in_time(self._response.write_eof(), self._request.transport)
+        if self._request.transport is not None:
+            with contextlib.suppress(ConnectionError):  # clients may leave as soon as they have read the last event
+                await self._in_time(self._response.write_eof(), self._request.transport)
         return self._response
 
 

@@ -18,7 +18,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 class JSONScanner:
     """Feed it characters with `push` until `done`.
 
-    depth: open brackets. key: at depth 1, the key whose value is being read; None between members.
+    depth: open brackets. key: the object's own key that was read last, whose value follows.
     lenient: a string held a bare control character.
     """
 
@@ -79,8 +79,6 @@ class JSONScanner:
             self._expect, self._text = "key text", []
         elif expect == "comma or end" and char == ",":
             self._expect = "key" if self._open[-1] == "}" else "value"
-            if self.depth == 1:
-                self.key = None
         elif expect in ("comma or end", "key or end", "value or end") and char == self._open[-1]:
             self._open.pop()
             self.depth -= 1
