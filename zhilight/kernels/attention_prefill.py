@@ -21,6 +21,7 @@ from zhilight.driver.compiler import Kernel
 from zhilight.driver.dtype import bfloat16, float16
 from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill_sm80 as sm80
+from zhilight.kernels import attention_prefill_sm90 as sm90
 from zhilight.kernels.attention_tiles import LOG2_E
 from zhilight.kernels.runtime import Runtime
 
@@ -45,8 +46,31 @@ def attention_prefill(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: A
     contexts = host_context_lens[first_sequence:first_sequence + num_sequences]
     if (lengths > contexts).any():
         raise ShapeError("context_lens must count this step's tokens too: a sequence has more queries than context.")
-    launch_sm80(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, first_sequence, lengths, num_heads,
-                num_kv_heads, head_dim, block_size, scale, window, soft_cap, overlap)
+    launch = launch_sm90 if runtime.capability[0] == 9 else launch_sm80
+    launch(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, first_sequence, lengths, num_heads,
+           num_kv_heads, head_dim, block_size, scale, window, soft_cap, overlap)
+
+
+def launch_sm90(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
+                first_sequence: int, lengths: np.ndarray, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+                scale: float, window: int | None, soft_cap: float | None, overlap: bool,
+                tiling: tuple[int, int, int] | None = None) -> None:
+    """The wgmma kernel. tiling: an entry of attention_prefill_sm90.TILES, for measurements."""
+    tiling = tiling or sm90.TILES[head_dim]
+    groups, keys = tiling[:2]
+    tickets = int((-(-lengths // (64 * groups))).sum()) * num_heads
+    if tickets == 0:
+        return
+    kernel = sm90.prefill_sm90_kernel(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
+                                      *tiling)
+    rows = kv_cache.shape[0] * 2 * num_kv_heads * block_size
+    kv_map = runtime.tensor_map(kv_cache.address, kv_cache.dtype, (rows, head_dim), (2 * head_dim,),
+                                (min(block_size, keys), 64))
+    inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
+    kernel.launch(min(runtime.multiprocessors, tickets), kv_map, qkv, block_tables, context_lens, query_start, out,
+                  runtime.counters(1), qkv.strides[0], out.strides[0], block_tables.strides[0], first_sequence, len(lengths),
+                  num_heads, num_kv_heads, tickets, outer * LOG2_E, inner, window or 0, stream=runtime.stream,
+                  overlap=overlap)
 
 
 def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
@@ -110,3 +134,9 @@ def catalogue() -> Iterator[Kernel]:
         yield sm80.prefill_sm80_kernel(bfloat16, 128, block_size, False, False, False, *sm80.TILES[128])
     yield sm80.prefill_sm80_kernel(float16, 128, 64, False, False, False, *sm80.TILES[128])
     yield sm80.prefill_sm80_kernel(bfloat16, 128, 64, True, True, False, *sm80.TILES[128])
+    for head_dim, tiling in sm90.TILES.items():
+        yield sm90.prefill_sm90_kernel(bfloat16, head_dim, 64, False, False, False, *tiling)
+    for block_size in (16, 32, 128):
+        yield sm90.prefill_sm90_kernel(bfloat16, 128, block_size, False, False, False, *sm90.TILES[128])
+    yield sm90.prefill_sm90_kernel(float16, 128, 64, False, False, False, *sm90.TILES[128])
+    yield sm90.prefill_sm90_kernel(bfloat16, 128, 64, True, True, False, *sm90.TILES[128])
