@@ -151,6 +151,12 @@ def test_min_tokens_lets_early_stop_strings_pass(demo_tokenizer):
     assert (delta.text, delta.stop, delta.num_tokens) == ("xyx", "y", 4)
 
 
+def test_a_stop_string_that_was_let_pass_is_not_held_back(demo_tokenizer):
+    detokenizer = Detokenizer(demo_tokenizer, [], params(stop=("xy", "yz!"), min_tokens=5))
+    assert detokenizer.push([demo_tokenizer.encode(c)[0] for c in "xy"]).text == "x"  # "y" may still become "yz!"
+    assert detokenizer.push([demo_tokenizer.encode("a")[0]]).text == "ya"
+
+
 @pytest.mark.parametrize(("include", "skip", "text"), [(False, True, "a"), (False, False, "a"), (True, True, "a"),
                                                        (True, False, "a<|im_end|>")])
 def test_the_stop_token_adds_no_text(demo_tokenizer, include, skip, text):

@@ -124,6 +124,12 @@ def test_metaspace_drops_the_first_tokens_spaces():
         assert tokenizer.decode(ids) == backend.decode(ids)
 
 
+def test_byte_tokens_are_bytes_only_where_the_decoder_says_so():
+    replace = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    assert byte_rule({"type": "Sequence", "decoders": [replace, {"type": "Fuse"}]})("<0xE4>") == b"<0xE4>"
+    assert byte_rule({"type": "Sequence", "decoders": [replace, {"type": "ByteFallback"}]})("<0xE4>") == b"\xe4"
+
+
 def test_an_unknown_decoder_is_named():
     with pytest.raises(UnsupportedModel, match="WordPiece"):
         byte_rule({"type": "WordPiece", "prefix": "##", "cleanup": True})
