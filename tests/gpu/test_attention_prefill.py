@@ -18,13 +18,16 @@ def run(runtime, case: Case, launch: str = "auto", first: int = 0) -> None:
                                  num_sequences=len(contexts) - first, host_query_start=starts, host_context_lens=contexts,
                                  **arguments)
     else:
-        module.launch_sm80(runtime, query_start=case.device_query_start, first_sequence=first,
-                           lengths=np.diff(starts[first:]), head_dim=case.head_dim, block_size=case.block_size,
-                           overlap=False, **arguments)
+        if launch == "sm90" and runtime.capability[0] != 9:
+            pytest.skip("wgmma needs capability 9.0")
+        kernel = module.launch_sm90 if launch == "sm90" else module.launch_sm80
+        kernel(runtime, query_start=case.device_query_start, first_sequence=first,
+               lengths=np.diff(starts[first:]), head_dim=case.head_dim, block_size=case.block_size,
+               overlap=False, **arguments)
     runtime.stream.synchronize()
 
 
-KERNELS = ["auto", "sm80"]
+KERNELS = ["sm80", "sm90"]
 ODD = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 257, 509]
 
 
