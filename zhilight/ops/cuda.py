@@ -7,6 +7,7 @@ captured as graphs. Nothing here waits for the device but `download`, `synchroni
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cache
 
 import numpy as np
 
@@ -93,6 +94,18 @@ class CudaOps(Ops):
             self.staging.copy(target.address, np.ascontiguousarray(source))
         else:
             target.copy_from_host(source, self.stream)
+
+    def fill_random(self, target: Tensor, scale: float, seed: int, mean: float = 0.0) -> None:
+        """As in the base class, but drawn once for all parameters (each begins elsewhere) and repeated by the device."""
+        flat = target.reshape(-1)
+        count = min(flat.shape[0], 1 << 21)
+        start = seed * 7919 % (1 << 16)
+        block = _normals()[start : start + count] * np.float32(scale) + np.float32(mean)
+        flat[:count].copy_from_host(block.astype(target.dtype.numpy), self.stream)
+        while count < flat.shape[0]:
+            more = min(count, flat.shape[0] - count)
+            flat[count : count + more].copy_(flat[:more], self.stream)
+            count += more
 
     def download(self, source: Tensor) -> np.ndarray:
         return source.to_host(self.stream)
@@ -270,12 +283,6 @@ class PackedStep:
         )
 
 
-def gpu_is_there() -> bool:
-    """Whether a GPU with a usable driver is found (device="auto" asks)."""
-    from zhilight.driver.device import device_count
-    from zhilight.errors import DeviceError
-
-    try:
-        return device_count() > 0
-    except DeviceError:
-        return False
+@cache
+def _normals() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((1 << 21) + (1 << 16), np.float32)
