@@ -44,8 +44,9 @@ def test_accepts_what_json_accepts(parts, wrap):
         assert (whole, taken) == (True, len(text.rstrip()))
 
 
-@pytest.mark.parametrize(("text", "taken"), [('{"a": 01}', 8), ('{"a": 1.}', 8), ('{"a": -}', 7), ('{"a": "\\x"}', 8),
-                                             ('{"a": "\\u12g"}', 11), ('{"a": tru}', 9), ('{"a" 1}', 5), ("{,", 1), ('{"a": 1,}', 8), ("[1]", 0)])
+@pytest.mark.parametrize(("text", "taken"), [
+    ('{"a": 01}', 8), ('{"a": 1.}', 8), ('{"a": -}', 7), ('{"a": "\\x"}', 8), ('{"a": "\\u12g"}', 11), ('{"a": tru}', 9),
+    ('{"a" 1}', 5), ("{,", 1), ('{"a": 1,}', 8), ("[1]", 0)])
 def test_faults_are_found_where_they_stand(text, taken):
     assert scanned(text) == (False, taken)
 
