@@ -216,6 +216,8 @@ def set_max_registers(count: int, increase: bool):
 cp_async_16 = ptx("cp.async.cg.shared.global [$0], [$1], 16;", void, u32, u64)
 cp_async_16_zfill = ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", void, u32, u64, u32)
 """Copies $2 bytes (0 or 16) and fills the rest with zeros."""
+cp_async_16_zfill_256 = ptx("cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;", void, u32, u64, u32)
+"""The same; L2 fetches the 256 bytes around it."""
 cp_async_commit = ptx("cp.async.commit_group;", void)
 
 
