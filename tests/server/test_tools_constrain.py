@@ -98,24 +98,26 @@ def test_allowed_calls_are_well_formed_and_fit_strict_tools(tokenizer, name):
         assert not accepts(tokenizer, allow_calls(parser, STRICT, tokenizer, parallel=False), written(name, *good[:2]))
 
 
+@pytest.mark.parametrize(("name", "marker"), [("mistral", "[TOOL_CALLS]"), ("hermes", "<tool_call>")])
 @pytest.mark.parametrize("special", [True, False])
-def test_markers_that_are_tokens(tokenizer, special):
-    # Whether the vocabulary holds [TOOL_CALLS] as a special token or as an ordinary added one, that token is what is forced.
+def test_markers_that_are_tokens(tokenizer, name, marker, special):
+    # Whether the vocabulary holds the marker as a special token or as an ordinary added one, that token is allowed.
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(tokenizer.backend.to_str())
-    backend.add_tokens([AddedToken("[TOOL_CALLS]", special=special, normalized=False)])
+    backend.add_tokens([AddedToken(marker, special=special, normalized=False)])
     extended = Tokenizer(backend, TokenizerSettings({"eos_token": "<|im_end|>"}))
-    marker = extended.token_id("[TOOL_CALLS]")
-    grammar = force_calls(get_tool_parser("mistral"), TOOLS, extended)
-    assert marker in allowed(GrammarState(compile_grammar(grammar, extended)))
-    text = written("mistral", ("now", "{}"))
-    assert extended.encode(text)[0] == marker
+    token = extended.token_id(marker)
+    parser = get_tool_parser(name)
+    grammar = force_calls(parser, TOOLS, extended)
+    assert token in allowed(GrammarState(compile_grammar(grammar, extended)))
+    text = written(name, ("now", "{}"))
+    assert extended.encode(text)[0] == token
     assert accepts(extended, grammar, text)
-    optional = allow_calls(get_tool_parser("mistral"), STRICT, extended)
+    optional = allow_calls(parser, STRICT, extended)
     assert accepts(extended, optional, "Wait. " + text + " Done.")
-    assert not accepts(extended, optional, "Wait. " + written("mistral", ("get_weather", "{}")))
+    assert not accepts(extended, optional, "Wait. " + written(name, ("get_weather", "{}")))
 
 
 @pytest.mark.parametrize(("tools", "name", "param"), [
