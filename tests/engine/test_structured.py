@@ -207,3 +207,19 @@ def test_an_answer_after_a_thought(tokenizer, kind, value, answer):
     assert fits(f"<think>\nhm {{ no.\n</think>\n\n{answer}", False)
     assert fits(answer, False)
     assert not fits(f"hm</think>{answer}", False) and not fits("<think>hm</think>hm", False)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_thought_markers_that_are_tokens(tokenizer, special):
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+
+    from zhilight.tokenization.tokenizer import Tokenizer, TokenizerSettings
+
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in ("<think>", "</think>")])
+    extended = Tokenizer(backend, TokenizerSettings({"eos_token": "<|im_end|>"}))
+    for opening, text in ((None, "hm\n</think>\n\nyes"), ("<think>", "<think>\nhm</think>yes"), ("<think>", "yes")):
+        structured = after_marker(StructuredOutput("choice", '["yes"]'), "</think>", opening, extended)
+        assert accepts(extended, GrammarState(compile_grammar(structured, extended)), text)
+        assert not accepts(extended, GrammarState(compile_grammar(structured, extended)), text[:-3] + "no")

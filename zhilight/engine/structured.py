@@ -122,12 +122,9 @@ def after_marker(structured: StructuredOutput, marker: str, opening: str | None 
 
 
 def _marker_token(marker: str, tokenizer: Tokenizer | None) -> str | None:
-    """`marker` as a reference to its token where llguidance takes that for a special one, which text cannot match."""
+    """`marker` as a reference to its token where that is a special one, which text cannot match."""
     token_id = None if tokenizer is None else tokenizer.token_id(marker)
-    if token_id is None or tokenizer.eos_token_id is None:
-        return None
-    trie = _token_trie(tokenizer, tokenizer.vocab_size, (tokenizer.eos_token_id,))
-    return f"<[{token_id}]>" if trie.is_special_token(token_id) else None
+    return f"<[{token_id}]>" if token_id is not None and token_id in tokenizer.all_special_ids else None
 
 
 @lru_cache(maxsize=256)
