@@ -117,10 +117,9 @@ def variant_kernel(dtype: Any, out_dtype: Any, m: int, n: int, silu_mul: bool, o
                    capability: Any, constants: dict) -> tuple[Any, Any]:
     """gemm_small's kernel and plan with other constants than its plan's."""
     p = small.plan(m, n, silu_mul, multiprocessors, capability)
-    options = {"stages": p.stages, "prefetch": p.prefetch, "min_blocks": p.min_blocks, "row_tiles": p.row_tiles} | constants
-    if not overlap:
-        options["prefetch"] = 0
-    return small.gemm_small_kernel(dtype, out_dtype, p.token_tiles, silu_mul=silu_mul, overlap=overlap, **options), p
+    options = {"k_tile": p.k_tile, "stages": p.stages, "min_blocks": p.min_blocks} | constants
+    row_tiles = min(p.row_tiles, options.pop("most_tiles", 8))
+    return small.gemm_small_kernel(dtype, out_dtype, p.token_tiles, row_tiles, silu_mul=silu_mul, overlap=overlap, **options), p
 
 
 def variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False, overlap: bool = False, *, constants: dict,
@@ -176,17 +175,20 @@ def compile_swapped(bench: Bench, tokens: list[int], variants: dict[str, dict]) 
 
 
 SWAPPED = {f"swap {blocks}b s{split} {size}K": {"blocks": blocks, "split": split, "nbytes": size << 10}
-           for blocks, split, size in ((1, 1, 100), (2, 1, 100), (1, 2, 100), (2, 2, 100), (2, 4, 100), (1, 2, 64), (2, 2, 64))}
+           for blocks, split, size in ((1, 1, 100), (2, 1, 100), (1, 2, 100), (2, 2, 100), (2, 4, 100))}
 
 VARIANTS = {
-    "8x64 s6": ({}, 1),
-    "8x64 s6 no pf": ({"prefetch": 0}, 1),
-    "8x64 s6 pf 48": ({"prefetch": 48}, 1),
-    "8x64 s5": ({"stages": 5}, 1),
-    "8x64 s4": ({"stages": 4}, 1),
-    "8x128 s3": ({"k_tile": 128, "stages": 3}, 1),
-    "4x128 s6": ({"warps": 4, "k_tile": 128}, 1),
-    "4x64 s6 2 blocks": ({"warps": 4, "min_blocks": 4}, 2),
+    "8x128 s3": ({}, 1),
+    "8x128 s3 tr4": ({"most_tiles": 4}, 1),
+    "8x128 s3 256B": ({"wide_fetch": True}, 1),
+    "8x128 s3 late": ({"late": True}, 1),
+    "8x128p2 s3": ({"parts": 2, "most_tiles": 4}, 1),
+    "8x64p4 s6": ({"k_tile": 64, "parts": 4, "stages": 6, "most_tiles": 2}, 1),
+    "8x64 s6 256B": ({"k_tile": 64, "stages": 6, "wide_fetch": True}, 1),
+    "4x128 s3 2 blocks": ({"warps": 4, "min_blocks": 4}, 2),
+    "4x128p2 s6": ({"warps": 4, "parts": 2, "stages": 6, "most_tiles": 4}, 1),
+    "8x128 s4": ({"stages": 4, "min_blocks": 1}, 1),
+    "8x128 s3 2 blocks": ({}, 2),
 }
 """Constants and blocks a multiprocessor."""
 
@@ -198,6 +200,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--swapped", action="store_true")
+    parser.add_argument("--alone", type=int, nargs="*", help="token counts to time each shape by itself at; default --tokens")
     arguments = parser.parse_args()
     bench = Bench()
     gemms: dict[str, Callable] = {"gemm_small": small.gemm_small}
@@ -214,10 +217,11 @@ def main() -> None:
         step = Step(bench, m, arguments.layers)
         records.append(step.report("cuBLAS", step.cublas()))
         for name, gemm in gemms.items():
-            records.append(step.report(name, step.calls(gemm, False)))
-            records.append(step.report(name + " overlap", step.calls(gemm, True)))
+            plain = step.report(name, step.calls(gemm, False))
+            records += [plain, step.report(name + " overlap", step.calls(gemm, True))]
         del step
         torch.cuda.empty_cache()
+    for m in arguments.tokens if arguments.alone is None else arguments.alone:
         records += isolated(bench, m, gemms)
     write(arguments.json, records)
 

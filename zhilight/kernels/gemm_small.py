@@ -6,11 +6,11 @@ x       [M, K] bf16 or fp16, rows may be strided       weight [N, K] same dtype,
 bias    [N] same dtype or None                         out    [M, N] (silu_mul: [M, N / 2]) same dtype, or float32
 
 Grid: one block an SM; block b owns the rows b * R .. of the weight, with all of K, so no sum crosses blocks and the result does
-not depend on timing. Its warps split each stretch of K; a warp streams its own 16 rows x 64 k tiles through a private
+not depend on timing. Its warps split each stretch of K; a warp streams its own 16 rows x 128 k tiles through a private
 ring in shared memory (cp.async: no block barrier in the loop) and feeds them to mma.m16n8k16 as the A operand. k is permuted
 inside 32 values, the same way for weight and x, so that a lane's operands are 16 contiguous bytes of each; tokens are the n8
 side, so one token costs no more weight traffic than eight. The warps' partial sums meet in shared memory once a row group.
-With overlap the ring is filled (and `prefetch` more tiles asked into L2) before the grid dependency: weights depend on nothing.
+With overlap the ring is filled before the grid dependency: weights depend on no earlier kernel.
 
 Bytes: N * K * 2, once. Ceiling 4264 GB/s on an H200 (read only). Figures: docs/kernels/gemm_small.md.
 """
@@ -29,6 +29,7 @@ from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import (
     address,
     cp_async_16_zfill,
+    cp_async_16_zfill_256,
     cp_async_commit,
     cp_async_wait,
     exp2_approx,
@@ -42,7 +43,6 @@ from zhilight.kernels.ptx import (
     load_shared_v4,
     mma_m16n8k16,
     pack,
-    prefetch_l2,
     reciprocal_approx,
     shared_address,
     store_global_b16,
@@ -75,23 +75,25 @@ def _load_x(pointer, valid):
 
 @kernel_factory
 def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tiles: int, bias: bool = False,
-                      silu_mul: bool = False, overlap: bool = False, warps: int = 8, k_tile: int = 64, stages: int = 6,
-                      prefetch: int = 0, min_blocks: int = 2) -> Kernel:
+                      silu_mul: bool = False, overlap: bool = False, warps: int = 8, k_tile: int = 128, parts: int = 1,
+                      stages: int = 3, min_blocks: int = 2, wide_fetch: bool = False, late: bool = False) -> Kernel:
     """token_tiles: tiles of 8 tokens; row_tiles: tiles of 16 rows whose sums a warp holds at a time.
 
-    warps, k_tile: a step takes warps * k_tile of K. stages: tiles in a warp's ring. prefetch: further tiles asked into L2.
+    A stage of a warp's ring is 16 rows x k_tile; a warp takes `parts` of them side by side, a step warps * parts * k_tile of K.
     """
-    NT, TR, W, KT, S = token_tiles, row_tiles, warps, k_tile, stages
-    STEP = W * KT
+    NT, TR, W, KT, S, P = token_tiles, row_tiles, warps, k_tile, stages, parts
+    SLICE = P * KT
+    STEP = W * SLICE
     HALVES, J = KT // 64, KT // 32
+    PJ = P * J
     STAGE = 16 * KT * 2
     RING = W * S * STAGE
     F = W // 4  # fragments that one round of the reduction takes: one output a thread
     ROUNDS = -(-NT * TR // F)
     FRAGMENT = 8 * _TOKEN_STRIDE * 4
-    shared = RING + W * F * FRAGMENT
     mma, to_bits, to_floats = mma_m16n8k16(dtype), pack(dtype), unpack(dtype)
     wait_tile = cp_async_wait(S - 2)
+    copy = cp_async_16_zfill_256 if wide_fetch else cp_async_16_zfill
     wide = out_dtype is float32
     out_bytes = 4 if wide else 2
 
@@ -104,28 +106,34 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         for r in range(4):
             for h in range(HALVES):
                 valid = (row + i32(4 * r) < last) and (k0 + i32(64 * h) < k)
-                cp_async_16_zfill(target + u32(r * 512 + h * 2048), source + u64(4 * r) * row_bytes + u64(128 * h),
-                                  u32(16) if valid else u32(0))
+                copy(target + u32(r * 512 + h * 2048), source + u64(4 * r) * row_bytes + u64(128 * h),
+                     u32(16) if valid else u32(0))
 
     @cuda.jit(device=True)
-    def advance(source, row, k0, i, tiles, first, last, k_first, k, row_bytes):
-        """To the next tile: of the row group, else of the next step of K, else of the next row group."""
-        i += i32(1)
-        row += i32(16)
-        source += u64(16) * row_bytes
-        if i == tiles:
-            row -= i32(16) * tiles
-            source += u64(STEP * 2) - u64(i32(16) * tiles) * row_bytes
-            k0 += i32(STEP)
-            i = i32(0)
-            if k0 - k_first >= k:
-                source += u64(16 * TR) * row_bytes - u64(k0 - k_first) * u64(2)
-                row += i32(16 * TR)
-                k0 = k_first
-                tiles = min(i32(TR), (last - row + first + i32(15)) // i32(16))
-        return source, row, k0, i, tiles
+    def advance(source, row, k0, part, i, tiles, first, last, k_first, k, row_bytes):
+        """To the next tile: of the slice of K, else of the row group, else of the next step, else of the next group."""
+        part += i32(1)
+        k0 += i32(KT)
+        source += u64(KT * 2)
+        if part == i32(P):
+            part = i32(0)
+            k0 -= i32(SLICE)
+            i += i32(1)
+            row += i32(16)
+            source += u64(16) * row_bytes - u64(SLICE * 2)
+            if i == tiles:
+                row -= i32(16) * tiles
+                source += u64(STEP * 2) - u64(i32(16) * tiles) * row_bytes
+                k0 += i32(STEP)
+                i = i32(0)
+                if k0 - k_first >= k:
+                    source += u64(16 * TR) * row_bytes - u64(k0 - k_first) * u64(2)
+                    row += i32(16 * TR)
+                    k0 = k_first
+                    tiles = min(i32(TR), (last - row + first + i32(15)) // i32(16))
+        return source, row, k0, part, i, tiles
 
-    @kernel(threads=W * 32, min_blocks=min_blocks, shared=shared)
+    @kernel(threads=W * 32, min_blocks=min_blocks, shared=RING + W * F * FRAGMENT)
     def gemm_small(x: Pointer(dtype), weight: Pointer(dtype), bias_: Pointer(dtype), out: Pointer(out_dtype), m: i32, n: i32,
                    k: i32, x_stride: i32, out_stride: i32, rows: i32, scale: f32):
         memory = shared_address(cuda.shared.array(0, types.uint8))
@@ -134,22 +142,23 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         warp = tid // i32(32)
         g = lane // i32(4)
         c = lane % i32(4)
-        if overlap:
+        if overlap and not late:
             grid_dependency_launch()
 
         first = i32(cuda.blockIdx.x) * rows
         last = min(first + rows, n)
         steps = (k + i32(STEP - 1)) // i32(STEP)
-        total = (last - first + i32(15)) // i32(16) * steps
+        total = (last - first + i32(15)) // i32(16) * steps * i32(P)
         row_bytes = u64(k) * u64(2)
         ring = memory + u32(warp) * u32(S * STAGE)
 
-        # the loader's place: this lane's source, row and k, the tile of the row group, tiles of the group
+        # the loader's place: this lane's source, row and k; part of the slice, tile of the row group, tiles of the group
         line = lane // i32(8)
-        k_lane = warp * i32(KT) + (lane % i32(8)) * i32(8)
+        k_lane = warp * i32(SLICE) + (lane % i32(8)) * i32(8)
         source = address(weight) + u64(first + line) * row_bytes + u64(k_lane) * u64(2)
         load_row = first + line
         load_k = k_lane
+        load_part = i32(0)
         load_i = i32(0)
         load_tiles = min(i32(TR), (last - first + i32(15)) // i32(16))
         issued = i32(0)
@@ -157,30 +166,17 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         for _ in range(S - 1):
             if issued < total:
                 load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
-                source, load_row, load_k, load_i, load_tiles = advance(
-                    source, load_row, load_k, load_i, load_tiles, line, last, k_lane, k, row_bytes)
+                source, load_row, load_k, load_part, load_i, load_tiles = advance(
+                    source, load_row, load_k, load_part, load_i, load_tiles, line, last, k_lane, k, row_bytes)
                 issued += i32(1)
             cp_async_commit()
             write += u32(STAGE)
-        if prefetch > 0:
-            # a lane asks for one line of 128 bytes: row lane % 16, half lane / 16 of the tile
-            row = load_row - line + lane % i32(16)
-            half = (lane // i32(16)) * i32(64)
-            ahead = address(weight) + u64(row) * row_bytes + u64(load_k - k_lane + warp * i32(KT) + half) * u64(2)
-            ahead_k = load_k
-            i = load_i
-            tiles = load_tiles
-            for _ in range(prefetch):
-                if (row < last) and (ahead_k - k_lane + warp * i32(KT) + half < k) and (lane < i32(16 * HALVES)):
-                    prefetch_l2(ahead)
-                ahead, row, ahead_k, i, tiles = advance(
-                    ahead, row, ahead_k, i, tiles, lane % i32(16), last, k_lane, k, row_bytes)
         if overlap:
             grid_dependency_wait()
 
-        xs = cuda.local.array((NT, J, 4), types.uint32)
+        xs = cuda.local.array((NT, PJ, 4), types.uint32)
         acc = cuda.local.array((TR, NT, 4), types.float32)
-        k_x = warp * i32(KT) + c * i32(8)
+        k_x = warp * i32(SLICE) + c * i32(8)
         x_base = address(x) + (u64(g) * u64(x_stride) + u64(k_x)) * u64(2)
         read = u32(0)
         write = u32((S - 1) * STAGE)
@@ -197,38 +193,42 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
             for _ in range(steps):
                 # not a step ahead: the ring keeps the memory busy through these loads' latency, and registers are dearer
                 for t in range(NT):
-                    for j in range(J):
+                    for j in range(PJ):
                         v = _load_x(x_step + (u64(8 * t) * u64(x_stride) + u64(32 * j)) * u64(2),
                                     (g + i32(8 * t) < m) and (k_step + i32(32 * j) < k))
                         for q in range(4):
                             xs[t, j, q] = v[q]
                 for i in range(TR):
                     if i32(i) < tiles:
-                        wait_tile()
-                        cuda.syncwarp()
-                        # refill the slot that all lanes have read in the turn before
-                        if issued < total:
-                            load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
-                            source, load_row, load_k, load_i, load_tiles = advance(
-                                source, load_row, load_k, load_i, load_tiles, line, last, k_lane, k, row_bytes)
-                            issued += i32(1)
-                        cp_async_commit()
-                        write += u32(STAGE)
-                        if write == u32(S * STAGE):
-                            write = u32(0)
-                        for j in range(J):
-                            slot = ring + read + (a_offset ^ u32(64 * (j % 2))) + u32(2048 * (j // 2))
-                            a = load_shared_v4(slot)
-                            b = load_shared_v4(slot + u32(1024))
-                            for t in range(NT):
-                                d = mma(a[0], b[0], a[1], b[1], xs[t, j, 0], xs[t, j, 1],
-                                        acc[i, t, 0], acc[i, t, 1], acc[i, t, 2], acc[i, t, 3])
-                                d = mma(a[2], b[2], a[3], b[3], xs[t, j, 2], xs[t, j, 3], d[0], d[1], d[2], d[3])
-                                for q in range(4):
-                                    acc[i, t, q] = d[q]
-                        read += u32(STAGE)
-                        if read == u32(S * STAGE):
-                            read = u32(0)
+                        for p in range(P):
+                            wait_tile()
+                            cuda.syncwarp()
+                            # refill the slot that all lanes have read in the turn before
+                            if issued < total:
+                                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
+                                source, load_row, load_k, load_part, load_i, load_tiles = advance(
+                                    source, load_row, load_k, load_part, load_i, load_tiles, line, last, k_lane, k, row_bytes)
+                                issued += i32(1)
+                            elif overlap and late:
+                                grid_dependency_launch()
+                            cp_async_commit()
+                            write += u32(STAGE)
+                            if write == u32(S * STAGE):
+                                write = u32(0)
+                            for j in range(J):
+                                slot = ring + read + (a_offset ^ u32(64 * (j % 2))) + u32(2048 * (j // 2))
+                                a = load_shared_v4(slot)
+                                b = load_shared_v4(slot + u32(1024))
+                                for t in range(NT):
+                                    o = p * J + j
+                                    d = mma(a[0], b[0], a[1], b[1], xs[t, o, 0], xs[t, o, 1],
+                                            acc[i, t, 0], acc[i, t, 1], acc[i, t, 2], acc[i, t, 3])
+                                    d = mma(a[2], b[2], a[3], b[3], xs[t, o, 2], xs[t, o, 3], d[0], d[1], d[2], d[3])
+                                    for q in range(4):
+                                        acc[i, t, q] = d[q]
+                            read += u32(STAGE)
+                            if read == u32(S * STAGE):
+                                read = u32(0)
                 x_step += u64(STEP * 2)
                 k_step += i32(STEP)
 
@@ -284,8 +284,8 @@ class Plan:
     row_tiles: int
     rows: int
     grid: int
+    k_tile: int
     stages: int
-    prefetch: int
     min_blocks: int
 
 
@@ -298,7 +298,8 @@ def plan(m: int, n: int, silu_mul: bool, multiprocessors: int, capability: Capab
     token_tiles = 1 if m <= 8 else 2 if m <= 16 else 4
     row_tiles = {1: 2 if tiles <= 2 else 4 if tiles <= 4 else 8, 2: 2, 4: 2}[token_tiles]
     roomy = capability[:2] in ((8, 0), (9, 0))  # 164 and 228 KB of shared memory a multiprocessor; 100 elsewhere
-    return Plan(token_tiles, row_tiles, rows, -(-n // rows), 6 if roomy else 5, 16 if capability[0] >= 9 else 0,
+    k_tile = 128 if roomy and token_tiles == 1 else 64
+    return Plan(token_tiles, row_tiles, rows, -(-n // rows), k_tile, 3 if k_tile == 128 else 6 if roomy else 5,
                 2 if roomy and token_tiles < 4 else 1)
 
 
@@ -338,8 +339,8 @@ def gemm_small(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None
         return
     overlap = overlap and runtime.capability[0] >= 9
     p = plan(m, n, silu_mul, runtime.multiprocessors, runtime.capability)
-    gemm_small_kernel(x.dtype, out.dtype, p.token_tiles, p.row_tiles, bias is not None, silu_mul, overlap, stages=p.stages,
-                      prefetch=p.prefetch if overlap else 0, min_blocks=p.min_blocks).launch(
+    gemm_small_kernel(x.dtype, out.dtype, p.token_tiles, p.row_tiles, bias is not None, silu_mul, overlap, k_tile=p.k_tile,
+                      stages=p.stages, min_blocks=p.min_blocks).launch(
         p.grid, x, weight, bias if bias is not None else weight, out, m, n, k, x.strides[0], out.strides[0], p.rows, scale,
         stream=runtime.stream, overlap=overlap)
 
@@ -347,6 +348,6 @@ def gemm_small(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None
 def catalogue() -> Iterator[Kernel]:
     """The code paths: one to four token tiles, each epilogue, in the shorter ring that fits sm_86 and sm_89."""
     for token_tiles, row_tiles in ((1, 2), (1, 8), (2, 2), (4, 2)):
-        yield gemm_small_kernel(bfloat16, bfloat16, token_tiles, row_tiles, stages=5, min_blocks=1)
-    yield gemm_small_kernel(float16, float16, 1, 4, bias=True, silu_mul=True, stages=5, min_blocks=1)
-    yield gemm_small_kernel(bfloat16, float32, 1, 8, stages=5, min_blocks=1)
+        yield gemm_small_kernel(bfloat16, bfloat16, token_tiles, row_tiles, k_tile=64, stages=5, min_blocks=1)
+    yield gemm_small_kernel(float16, float16, 1, 4, bias=True, silu_mul=True, k_tile=64, stages=5, min_blocks=1)
+    yield gemm_small_kernel(bfloat16, float32, 1, 8, k_tile=64, stages=5, min_blocks=1)
