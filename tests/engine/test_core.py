@@ -226,14 +226,16 @@ def test_a_failed_step_ends_its_requests_and_not_the_engine(overlap, caplog):
     collected = Collected()
     for _ in range(3):
         collected.take(core.step())
-    add(core, 2, [7, 39], greedy(logit_bias=ban))
-    add(core, 3, [8] * 20, greedy(logit_bias=ban))  # waits for a slot
+    shared = list(range(10, 30))
+    add(core, 2, [*shared, 39], greedy(logit_bias=ban))
+    add(core, 3, shared, greedy(logit_bias=ban))  # waits for a slot; its first block is one that was never computed
     with caplog.at_level(logging.CRITICAL):
         while core.has_work:
             collected.take(core.step())
     assert collected.finished[1].reason == collected.finished[2].reason == "error"
     assert "token 39 is poison" in collected.finished[2].error
-    assert collected.finished[3].reason == "length"
+    assert collected.tokens[3] == follow(shared, 12, lambda logits, output: logits.__setitem__(39, -np.inf))
+    assert collected.cached[3] == 0
     assert core.pool.available == core.pool.num_blocks
     assert core.pool.num_cached == 1, "only what ran after the failure is cached: its 20 + 12 tokens but the last"
 

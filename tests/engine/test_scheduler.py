@@ -117,6 +117,8 @@ def test_the_same_prompt_again_hits_its_whole_blocks(length, second):
     plans = spy(core)
     assert cached_tokens(core, [prompt, prompt], ONE) == [0, second]
     assert len(plans[-1].arrays.token_ids) == length - second
+    written = plans[-1].arrays.slot_mapping
+    assert (written < 0).all() == (length % 16 == 0), "a shared block is written again"
     assert core.stats().prefix_hit_tokens == second
     assert core.stats().prefix_query_tokens == 2 * length
 
