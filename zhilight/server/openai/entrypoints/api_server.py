@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from zhilight.config.engine import EngineConfig
 from zhilight.errors import ConfigError, ZhiLightError
@@ -206,9 +207,18 @@ def _watch_signals() -> asyncio.Event:
     return stop
 
 
+class _ClientFaults(logging.Filter):
+    """Drops aiohttp's tracebacks about what clients send: they got their 4xx, and could fill the log otherwise."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        fault = record.exc_info[1] if record.exc_info else None
+        return not isinstance(fault, (HttpProcessingError, web.RequestPayloadError, ConnectionError))
+
+
 def run_server(engine_config: EngineConfig, config: ServerConfig) -> int:
     """`serve` in an event loop of its own (uvloop where there is one); returns the exit code."""
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("aiohttp.server").addFilter(_ClientFaults())
     _raise_file_limit(config.max_connections + 512)
     # A thread that renders a template must not keep the loop from a token for the default 5 ms.
     sys.setswitchinterval(0.001)
