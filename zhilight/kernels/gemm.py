@@ -1,27 +1,63 @@
-"""Dense GEMM: chooses among gemm_small (few tokens), gemm_sm90 (Hopper) and gemm_sm80 (Ampere, Ada, anything newer).
+"""The dense GEMM: which kernel serves a shape on this GPU.
 
-    out[M, N] = (x[M, K] @ weight[N, K].T + bias[N]) * scale;   silu_mul: out[M, N / 2] = silu(y[:, 0::2]) * y[:, 1::2]
+    gemm_small     few tokens: mma.sync, weights streamed once through cp.async rings; any GPU
+    gemm_swapped   some dozens of tokens: weights as wgmma's M side; Hopper
+    gemm_sm90      many tokens: wgmma, clusters, bulk copies; Hopper
+    gemm_sm80      many tokens elsewhere, and on Hopper what the copy engine cannot write (out of odd alignment)
 
-x, weight, bias : bf16 or fp16; out the same dtype or float32. N and K are multiples of 8, rows of x may be strided.
+The limits between them are measured on an H200 (bench/kernels/gemm_small.py; docs/kernels/gemm_small.md); within each kernel's
+file a rule cuts the shape by M, N, K and the number of multiprocessors.
 """
+
+from __future__ import annotations
 
 from typing import Any
 
-from zhilight.kernels.gemm_sm80 import gemm_sm80
+from zhilight.driver.compiler import Capability
+from zhilight.driver.dtype import float32
+from zhilight.kernels import gemm_sm80, gemm_small, gemm_swapped
 from zhilight.kernels.gemm_sm90 import gemm_sm90
-from zhilight.kernels.gemm_small import gemm_small
 from zhilight.kernels.runtime import Runtime
 
-FEW_TOKENS = 32
-"""Up to here the weights' bytes decide, and gemm_small streams them best."""
+SMALL_TOKENS_HOPPER = 8
+SWAPPED_TOKENS = 64
+SMALL_TOKENS = 32
+
+
+def choose_kernel(m: int, n: int, capability: Capability, *, silu_mul: bool = False, wide: bool = False,
+                  aligned: bool = True) -> str:
+    """Name of the kernel for out[m, n]. wide: out is float32. aligned: out's address and rows are multiples of 16 bytes."""
+    if capability[0] != 9:
+        return "gemm_small" if m <= SMALL_TOKENS else "gemm_sm80"
+    if m <= SMALL_TOKENS_HOPPER:
+        return "gemm_small"
+    if m <= SWAPPED_TOKENS and aligned:
+        return "gemm_swapped"
+    if not aligned:
+        return "gemm_small" if m <= SMALL_TOKENS else "gemm_sm80"
+    if silu_mul and (wide or n % 16):
+        return "gemm_sm80"
+    return "gemm_sm90"
 
 
 def gemm(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None, silu_mul: bool = False, scale: float = 1.0,
          overlap: bool = False) -> None:
-    """See the module. Raises ShapeError when shapes, strides or dtypes disagree."""
-    if x.shape[0] <= FEW_TOKENS:
-        gemm_small(runtime, x, weight, out, bias, silu_mul, scale, overlap)
-    elif runtime.capability == (9, 0, "a"):
+    """Queue out = (x @ weight.T + bias) * scale, or out[:, j] = silu(y[:, 2j]) * y[:, 2j + 1] with y = x @ weight.T + bias.
+
+    x [M, K] bf16 or fp16 (rows may be strided), weight [N, K] contiguous, bias [N]; out [M, N], or [M, N / 2] with silu_mul, in
+    x's type or float32. N and K are multiples of 8. scale multiplies a float32 out only. Sums are in float32.
+    overlap: programmatic dependent launch (Hopper; ignored elsewhere): weights are fetched while the kernel before still runs.
+    Raises ShapeError naming the argument.
+    """
+    m, n, _ = gemm_small.check_arguments("gemm", x, weight, out, bias, silu_mul)
+    size = out.dtype.itemsize
+    kernel = choose_kernel(m, n, runtime.capability, silu_mul=silu_mul, wide=out.dtype == float32,
+                           aligned=out.address % 16 == 0 and out.strides[0] * size % 16 == 0)
+    if kernel == "gemm_small":
+        gemm_small.gemm_small(runtime, x, weight, out, bias, silu_mul, scale, overlap)
+    elif kernel == "gemm_swapped":
+        gemm_swapped.gemm_swapped(runtime, x, weight, out, bias, silu_mul, scale, overlap)
+    elif kernel == "gemm_sm90":
         gemm_sm90(runtime, x, weight, out, bias, silu_mul, overlap, scale)
     else:
-        gemm_sm80(runtime, x, weight, out, bias, silu_mul, scale, overlap)
+        gemm_sm80.gemm_sm80(runtime, x, weight, out, bias, silu_mul, scale, overlap)
