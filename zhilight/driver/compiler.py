@@ -244,7 +244,6 @@ def compile_kernel(kernel: Kernel, capability: Capability) -> Cubin:
     """Compile without any cache. Raises KernelCompileError with the compiler's own words."""
     import time
 
-    from cuda.bindings import nvjitlink
     from numba.cuda import dispatcher, types
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
@@ -262,6 +261,20 @@ def compile_kernel(kernel: Kernel, capability: Capability) -> Cubin:
     finally:
         dispatcher.get_current_device = asked
 
+    for _ in range(3):  # with several processes linking at once the log sometimes comes back empty: link again
+        code, log = _link(kernel, arch, ltoir)
+        if log:
+            break
+    for message in ("C7504", "C7509"):
+        if message in log:
+            raise KernelCompileError(f"{kernel.name} for {arch}: the assembler gave up an optimisation it must not: {log}")
+    return Cubin(code, library._entry_name, _resources(kernel, log, time.perf_counter() - start))
+
+
+def _link(kernel: Kernel, arch: str, ltoir: bytes) -> tuple[bytes, str]:
+    """(cubin, the linker's log)."""
+    from cuda.bindings import nvjitlink
+
     handle = nvjitlink.create(3, [f"-arch={arch}", "-verbose", "-lto", "-O3"])
     try:
         try:
@@ -271,13 +284,9 @@ def compile_kernel(kernel: Kernel, capability: Capability) -> Cubin:
             raise KernelCompileError(f"{kernel.name} for {arch}: {error}\n{_log(nvjitlink, handle, 'error')}") from error
         code = bytearray(nvjitlink.get_linked_cubin_size(handle))
         nvjitlink.get_linked_cubin(handle, code)
-        log = _log(nvjitlink, handle, "info")
+        return bytes(code), _log(nvjitlink, handle, "info")
     finally:
         nvjitlink.destroy(handle)
-    for message in ("C7504", "C7509"):
-        if message in log:
-            raise KernelCompileError(f"{kernel.name} for {arch}: the assembler gave up an optimisation it must not: {log}")
-    return Cubin(bytes(code), library._entry_name, _resources(kernel, log, time.perf_counter() - start))
 
 
 @dataclass(frozen=True)
