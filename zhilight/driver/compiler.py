@@ -423,7 +423,7 @@ def compile_all(kernels: Sequence[Kernel], capability: Capability, jobs: int | N
         if cached is None:
             missing.append(index)
         else:
-            results[index] = CompileResult(item.name, item.threads, cached.resources, None, True)
+            results[index] = CompileResult(item.name, item.threads, _with_dynamic(item, cached.resources), None, True)
     jobs = min(jobs or os.cpu_count() or 1, max(1, len(missing)))
     if missing:
         from concurrent.futures import as_completed
@@ -444,5 +444,8 @@ def _compile_in_worker(call: FactoryCall, capability: Capability) -> CompileResu
         cubin = item.cubin(capability)
     except Exception as error:  # the report names every kernel that fails, whatever the compiler raised
         return CompileResult(item.name, item.threads, None, f"{type(error).__name__}: {error}", False)
-    resources = replace(cubin.resources, shared=cubin.resources.shared + item.shared)
-    return CompileResult(item.name, item.threads, resources, None, False)
+    return CompileResult(item.name, item.threads, _with_dynamic(item, cubin.resources), None, False)
+
+
+def _with_dynamic(item: Kernel, resources: Resources) -> Resources:
+    return replace(resources, shared=resources.shared + item.shared)

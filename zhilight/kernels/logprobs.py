@@ -21,13 +21,12 @@ from zhilight.driver.dtype import float32, int32
 from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import FULL_WARP, exp2_approx, f32, float_of_bits, i32, i64, log2_approx, u32, u64
 from zhilight.kernels.runtime import Runtime
-from zhilight.kernels.sampling import LOG2_E, ordered_key, value_of_key
+from zhilight.kernels.sampling_draw import LOG2_E, NEGATIVE_INFINITY, ordered_key, value_of_key
 
 THREADS = 1024
 MAX_TOP = 32
 BINS = 2048
 _LN_2 = 0.6931471805599453
-_NEGATIVE_INFINITY = 0xFF800000
 
 
 @kernel_factory
@@ -47,7 +46,7 @@ def logprobs_kernel(vocab_size: int, stride: int, num_top: int) -> Kernel:
         lane = thread % i32(32)
         chosen = logits[row + i64(token_ids[cuda.blockIdx.x])]
 
-        largest = float_of_bits(u32(_NEGATIVE_INFINITY))
+        largest = float_of_bits(u32(NEGATIVE_INFINITY))
         total = f32(0)
         greater = i32(0)
         i = thread
@@ -56,7 +55,7 @@ def logprobs_kernel(vocab_size: int, stride: int, num_top: int) -> Kernel:
             if value > largest:
                 total = total * exp2_approx((largest - value) * f32(LOG2_E))
                 largest = value
-            if value > float_of_bits(u32(_NEGATIVE_INFINITY)):
+            if value > float_of_bits(u32(NEGATIVE_INFINITY)):
                 total += exp2_approx((value - largest) * f32(LOG2_E))
             if value > chosen:
                 greater += i32(1)
@@ -67,7 +66,7 @@ def logprobs_kernel(vocab_size: int, stride: int, num_top: int) -> Kernel:
             other = cuda.shfl_xor_sync(u32(FULL_WARP), largest, step)
             other_total = cuda.shfl_xor_sync(u32(FULL_WARP), total, step)
             high = max(largest, other)
-            if high > float_of_bits(u32(_NEGATIVE_INFINITY)):
+            if high > float_of_bits(u32(NEGATIVE_INFINITY)):
                 total = (total * exp2_approx((largest - high) * f32(LOG2_E))
                          + other_total * exp2_approx((other - high) * f32(LOG2_E)))
             largest = high
@@ -78,7 +77,7 @@ def logprobs_kernel(vocab_size: int, stride: int, num_top: int) -> Kernel:
         cuda.syncthreads()
         if lane == i32(0):
             cuda.atomic.add(number, 0, greater)
-        largest = float_of_bits(u32(_NEGATIVE_INFINITY))
+        largest = float_of_bits(u32(NEGATIVE_INFINITY))
         for w in range(warps):
             largest = max(largest, part_max[w])
         total = f32(0)

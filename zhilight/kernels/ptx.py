@@ -239,7 +239,8 @@ store_cluster_f32x4 = ptx("st.shared::cluster.v4.f32 [$0], {$1,$2,$3,$4};", void
 load_cluster_f32x4 = ptx("ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [$4];", F4, u32)
 mbarrier_wait = ptx("{ .reg .pred p; WAIT_${:uid}: mbarrier.try_wait.parity.shared.b64 p, [$0], $1; @p bra DONE_${:uid}; "
                     "bra WAIT_${:uid}; DONE_${:uid}: }", void, u32, u32)
-mbarrier_wait_cluster = ptx("{ .reg .pred p; WAIT_${:uid}: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1; "
+mbarrier_wait_cluster = ptx("{ .reg .pred p; WAIT_${:uid}: "
+                            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1; "
                             "@p bra DONE_${:uid}; bra WAIT_${:uid}; DONE_${:uid}: }", void, u32, u32)
 fence_mbarrier_init = ptx("fence.mbarrier_init.release.cluster;", void)
 fence_async_shared = ptx("fence.proxy.async.shared::cta;", void)

@@ -12,7 +12,7 @@ Launches, each only when a row needs it:
     compact    copies what is above that, in id order: a few hundred candidates for the usual settings
     draw       one block a row: exact thresholds by radix selection among the candidates, then an inverse-CDF draw in id order
 
-Probabilities are 64-bit integers (2^40 is the largest), so sums do not depend on the order of the threads and a seeded
+Probabilities are integers (2^31 is the largest), so sums do not depend on the order of the threads and a seeded
 row draws the same token whatever else runs. Ties go to the lower id, at the edges of top_k and top_p too. The draw is
 Philox4x32-10 of (seed, position), bit for bit that of ops/philox.py. Reference: ops/cpu_sampling.py.
 
@@ -27,77 +27,33 @@ from numba import cuda
 from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
-from zhilight.driver.dtype import float32, int32, int64, uint32, uint64
+from zhilight.driver.dtype import float32, int32, uint32, uint64
 from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import (
-    FULL_WARP,
     address,
     atomic_inc_acq_rel_u32,
-    bits_of_float,
-    exp2_approx,
     f32,
     float_of_bits,
     i32,
     i64,
-    load_global_f32x4,
-    log2_approx,
     reduce_add_f32,
-    reduce_add_u32,
-    reduce_add_u64,
-    shuffle_u64,
-    shuffle_up_u64,
     shuffle_xor_u64,
     u32,
     u64,
 )
 from zhilight.kernels.runtime import Runtime
-
-CHUNK = 4096
-"""Vocabulary entries of one block."""
-THREADS = 256
-TILES = CHUNK // (4 * THREADS)
-DRAW_THREADS = 512
-BINS = 256
-"""Of one digit of a radix selection."""
-COARSE = THREADS
-"""Bins of the survey's histogram."""
-LOG2_E = 1.4426950408889634
-WEIGHT_BITS = 40
-_NEGATIVE_INFINITY = 0xFF800000
-
-
-@cuda.jit(device=True, forceinline=True)
-def ordered_key(value):
-    """float32 -> uint32 of the same order (NaN above infinity)."""
-    bits = bits_of_float(value)
-    return bits ^ (u32(0xFFFFFFFF) if bits >> u32(31) else u32(0x80000000))
-
-
-@cuda.jit(device=True, forceinline=True)
-def value_of_key(key):
-    """The float32 of an ordered_key."""
-    return float_of_bits(key ^ (u32(0x80000000) if key >> u32(31) else u32(0xFFFFFFFF)))
-
-
-@cuda.jit(device=True, forceinline=True)
-def weight_of(value, maximum, factor):
-    """2^40 * exp((value - maximum) / temperature) as an integer; factor is log2(e) / temperature."""
-    return u64(exp2_approx((value - maximum) * factor) * f32(1 << WEIGHT_BITS))
-
-
-@cuda.jit(device=True, forceinline=True)
-def philox_word(seed, position):
-    """First word of Philox4x32-10 with key = seed and counter = position (see ops/philox.py)."""
-    k0, k1 = u32(seed & u64(0xFFFFFFFF)), u32(seed >> u64(32))
-    c0, c1, c2, c3 = u32(position & u64(0xFFFFFFFF)), u32(position >> u64(32)), u32(0), u32(0)
-    for _ in range(10):
-        p0 = u64(0xD2511F53) * u64(c0)
-        p1 = u64(0xCD9E8D57) * u64(c2)
-        c0, c1, c2, c3 = (u32(p1 >> u64(32)) ^ c1 ^ k0, u32(p1 & u64(0xFFFFFFFF)),
-                          u32(p0 >> u64(32)) ^ c3 ^ k1, u32(p0 & u64(0xFFFFFFFF)))
-        k0 = u32(k0 + u32(0x9E3779B9))
-        k1 = u32(k1 + u32(0xBB67AE85))
-    return c0
+from zhilight.kernels.sampling_draw import (
+    CHUNK,
+    COARSE,
+    NEGATIVE_INFINITY,
+    THREADS,
+    TILES,
+    compact_kernel,
+    draw_kernel,
+    load_four,
+    ordered_key,
+    survey_kernel,
+)
 
 
 @kernel_factory
@@ -142,22 +98,6 @@ def add_bias_kernel(stride: int) -> Kernel:
     return add_bias
 
 
-@cuda.jit(device=True, forceinline=True)
-def load_four(logits, start, token, vocab_size):
-    """Logits token .. token + 3 of the row that begins at `start`; what is past the vocabulary is -inf."""
-    low = float_of_bits(u32(_NEGATIVE_INFINITY))
-    if token + i32(3) < vocab_size:
-        return load_global_f32x4(address(logits) + u64(start + i64(token)) * u64(4))
-    a, b, c = low, low, low
-    if token < vocab_size:
-        a = logits[start + i64(token)]
-    if token + i32(1) < vocab_size:
-        b = logits[start + i64(token + i32(1))]
-    if token + i32(2) < vocab_size:
-        c = logits[start + i64(token + i32(2))]
-    return a, b, c, low
-
-
 @kernel_factory
 def argmax_kernel(vocab_size: int, stride: int, masked: bool) -> Kernel:
     chunks = -(-vocab_size // CHUNK)
@@ -187,7 +127,7 @@ def argmax_kernel(vocab_size: int, stride: int, masked: bool) -> Kernel:
                     allowed = mask[row * i64(words) + i64(token >> i32(5))] >> u32(token & i32(31))
                     for j in range(4):
                         if (allowed >> u32(j)) & u32(1) == u32(0) and token + i32(j) < i32(vocab_size):
-                            values[tile, j] = float_of_bits(u32(_NEGATIVE_INFINITY))
+                            values[tile, j] = float_of_bits(u32(NEGATIVE_INFINITY))
                             logits[row * i64(stride) + i64(token + i32(j))] = values[tile, j]
             for j in range(4):
                 if token + i32(j) < i32(vocab_size):
@@ -222,392 +162,6 @@ def argmax_kernel(vocab_size: int, stride: int, masked: bool) -> Kernel:
 
 
 @kernel_factory
-def survey_kernel(vocab_size: int, stride: int) -> Kernel:
-    chunks = -(-vocab_size // CHUNK)
-    warps = THREADS // 32
-    range_ = WEIGHT_BITS / LOG2_E     # of (maximum - logit) / temperature: beyond it the weight is 0
-
-    @kernel(threads=THREADS, fastmath=False)
-    def survey(logits: Pointer(float32), temperature: Pointer(float32), top_k: Pointer(int32), top_p: Pointer(float32),
-               min_p: Pointer(float32), best: Pointer(uint64), masses: Pointer(uint64), row_counts: Pointer(uint32),
-               row_masses: Pointer(uint64), cutoffs: Pointer(float32), counters: Pointer(uint32)):
-        # masses[row, chunk]; row_counts and row_masses[row, COARSE] are zero before and after; cutoffs[row]: -inf is no filter
-        part = cuda.shared.array(warps, types.uint64)
-        bin_counts = cuda.shared.array(COARSE, types.uint32)
-        bin_masses = cuda.shared.array(COARSE, types.uint64)
-        is_last = cuda.shared.array(1, types.uint32)
-        row = i64(cuda.blockIdx.y)
-        heat = temperature[row]
-        if heat == f32(0):
-            return
-        chunk = i32(cuda.blockIdx.x)
-        thread = i32(cuda.threadIdx.x)
-        k = top_k[row]
-        filters = (k > i32(0) and k < i32(vocab_size)) or top_p[row] < f32(1)
-        maximum = value_of_key(u32(best[row * i64(chunks)] >> u64(32)))
-        factor = f32(LOG2_E) / heat
-        bin_counts[thread] = u32(0)
-        bin_masses[thread] = u64(0)
-        values = cuda.local.array((TILES, 4), types.float32)
-        for tile in range(TILES):
-            token = chunk * i32(CHUNK) + i32(tile * 4 * THREADS) + thread * i32(4)
-            four = load_four(logits, row * i64(stride), token, i32(vocab_size))
-            for j in range(4):
-                values[tile, j] = four[j]
-        cuda.syncthreads()
-        mass = u64(0)
-        for tile in range(TILES):
-            for j in range(4):
-                weight = weight_of(values[tile, j], maximum, factor)
-                if weight > u64(0):
-                    mass += weight
-                    if filters:
-                        place = min(i32(COARSE - 1), i32((maximum - values[tile, j]) / heat * f32(COARSE / range_)))
-                        cuda.atomic.add(bin_counts, place, u32(1))
-                        cuda.atomic.add(bin_masses, place, weight)
-        for step in (16, 8, 4, 2, 1):
-            mass += shuffle_xor_u64(mass, u32(step))
-        if thread % i32(32) == i32(0):
-            part[thread // i32(32)] = mass
-        cuda.syncthreads()
-        if filters and bin_counts[thread] > u32(0):
-            at = u64(row * i64(COARSE) + i64(thread))
-            reduce_add_u32(address(row_counts) + at * u64(4), bin_counts[thread])
-            reduce_add_u64(address(row_masses) + at * u64(8), bin_masses[thread])
-        cuda.threadfence()
-        cuda.syncthreads()
-        if thread == i32(0):
-            for w in range(1, warps):
-                mass += part[w]
-            masses[row * i64(chunks) + i64(chunk)] = mass
-            cuda.threadfence()
-            is_last[0] = atomic_inc_acq_rel_u32(address(counters) + u64(row) * u64(4), u32(chunks - 1))
-        cuda.syncthreads()
-        if is_last[0] == u32(chunks - 1):
-            cuda.threadfence()
-            bin_counts[thread] = row_counts[row * i64(COARSE) + i64(thread)]
-            bin_masses[thread] = row_masses[row * i64(COARSE) + i64(thread)]
-            row_counts[row * i64(COARSE) + i64(thread)] = u32(0)
-            row_masses[row * i64(COARSE) + i64(thread)] = u64(0)
-            cuda.syncthreads()
-            if thread == i32(0):
-                last = i32(COARSE - 1)     # the last bin that may hold something kept
-                if not filters:
-                    cutoffs[row] = float_of_bits(u32(_NEGATIVE_INFINITY))
-                    if min_p[row] > f32(0):  # a little below, for the approximate logarithm
-                        cutoffs[row] = maximum - heat * min(f32(range_), f32(0.01) - log2_approx(min_p[row]) / f32(LOG2_E))
-                    return
-                if k > i32(0) and k < i32(vocab_size):
-                    count = u32(0)
-                    last = i32(0)
-                    while last < i32(COARSE - 1) and count + bin_counts[last] < u32(k):
-                        count += bin_counts[last]
-                        last += i32(1)
-                if top_p[row] < f32(1):
-                    total = u64(0)
-                    for b in range(last + i32(1)):
-                        total += bin_masses[b]
-                    # of what top_k keeps there may be less than this total, so the true edge is not below this one
-                    want = types.float64(total) * types.float64(top_p[row])
-                    running = u64(0)
-                    b = i32(0)
-                    while b < last and types.float64(running + bin_masses[b]) < want:
-                        running += bin_masses[b]
-                        b += i32(1)
-                    last = b
-                # a bin further, for the rounding of the division that found the bins
-                cutoffs[row] = maximum - heat * (f32(last + i32(2)) * f32(range_ / COARSE))
-
-    return survey
-
-
-@kernel_factory
-def compact_kernel(vocab_size: int, stride: int) -> Kernel:
-    chunks = -(-vocab_size // CHUNK)
-    warps = THREADS // 32
-
-    @kernel(threads=THREADS, fastmath=False)
-    def compact(logits: Pointer(float32), temperature: Pointer(float32), cutoffs: Pointer(float32), candidates: Pointer(uint64),
-                counts: Pointer(int32)):
-        # candidates[row, chunk, i] = key << 32 | id, in id order
-        warp_counts = cuda.shared.array((TILES, warps), types.int32)
-        row = i64(cuda.blockIdx.y)
-        if temperature[row] == f32(0):
-            return
-        cutoff = cutoffs[row]
-        if not (cutoff > float_of_bits(u32(_NEGATIVE_INFINITY))):
-            return
-        chunk = i32(cuda.blockIdx.x)
-        thread = i32(cuda.threadIdx.x)
-        lane = thread % i32(32)
-        warp = thread // i32(32)
-        to = (row * i64(chunks) + i64(chunk)) * i64(CHUNK)
-        values = cuda.local.array((TILES, 4), types.float32)
-        places = cuda.local.array(TILES, types.int32)
-        for tile in range(TILES):
-            token = chunk * i32(CHUNK) + i32(tile * 4 * THREADS) + thread * i32(4)
-            four = load_four(logits, row * i64(stride), token, i32(vocab_size))
-            for j in range(4):
-                values[tile, j] = four[j]
-        for tile in range(TILES):
-            mine = i32(0)
-            for j in range(4):
-                if values[tile, j] >= cutoff:
-                    mine += i32(1)
-            running = mine
-            for step in (1, 2, 4, 8, 16):
-                other = cuda.shfl_up_sync(u32(FULL_WARP), running, step)
-                if lane >= i32(step):
-                    running += other
-            places[tile] = running - mine
-            if lane == i32(31):
-                warp_counts[tile, warp] = running
-        cuda.syncthreads()
-        before = i32(0)
-        for tile in range(TILES):
-            token = chunk * i32(CHUNK) + i32(tile * 4 * THREADS) + thread * i32(4)
-            place = before + places[tile]
-            for w in range(warps):
-                if i32(w) < warp:
-                    place += warp_counts[tile, w]
-                before += warp_counts[tile, w]
-            for j in range(4):
-                if values[tile, j] >= cutoff:
-                    candidates[to + i64(place)] = (u64(ordered_key(values[tile, j])) << u64(32)) | u64(token + i32(j))
-                    place += i32(1)
-        if thread == i32(0):
-            counts[row * i64(chunks) + i64(chunk)] = before
-
-    return compact
-
-
-@kernel_factory
-def draw_kernel(vocab_size: int, stride: int) -> Kernel:
-    chunks = -(-vocab_size // CHUNK)
-    warps = DRAW_THREADS // 32
-
-    @cuda.jit(device=True)
-    def select(candidates, counts, row, want, by_mass, low_key, maximum, factor, histogram, chosen):
-        """The key at which the running count (or mass) from the top reaches `want`, among candidates with key >= low_key.
-
-        -> (key, count or mass strictly above it). Four passes of 8 bits from the top.
-        """
-        thread = i32(cuda.threadIdx.x)
-        lane = thread % i32(32)
-        prefix = u32(0)
-        above = u64(0)
-        for digit in range(4):
-            shift = u32(24 - 8 * digit)
-            known = u64(32 - 8 * digit)
-            if thread < i32(BINS):
-                histogram[thread] = u64(0)
-            cuda.syncthreads()
-            c = thread // i32(32)
-            while c < i32(chunks):
-                count = counts[row * i64(chunks) + i64(c)]
-                j = lane
-                while j < count:
-                    key = u32(candidates[(row * i64(chunks) + i64(c)) * i64(CHUNK) + i64(j)] >> u64(32))
-                    if key >= low_key and (u64(key) >> known) == (u64(prefix) >> known):
-                        amount = u64(1)
-                        if by_mass:
-                            amount = weight_of(value_of_key(key), maximum, factor)
-                        cuda.atomic.add(histogram, i32((key >> shift) & u32(255)), amount)
-                    j += i32(32)
-                c += i32(warps)
-            cuda.syncthreads()
-            if thread < i32(32):
-                # one warp walks the bins from the top, 32 at a time
-                group = i32(BINS // 32 - 1)
-                done = i32(0)
-                while done == i32(0) and group >= i32(0):
-                    amount = histogram[group * i32(32) + (i32(31) - lane)]
-                    running = amount
-                    for step in (1, 2, 4, 8, 16):
-                        other = shuffle_up_u64(running, u32(step))
-                        if lane >= i32(step):
-                            running += other
-                    reached = cuda.ballot_sync(u32(FULL_WARP), above + running >= want)
-                    if reached != 0:
-                        first = i32(cuda.ffs(reached)) - i32(1)
-                        above += shuffle_u64(running - amount, u32(first))
-                        prefix |= u32(group * i32(32) + (i32(31) - first)) << shift
-                        done = i32(1)
-                    else:
-                        above += shuffle_u64(running, u32(31))
-                    group -= i32(1)
-                if lane == i32(0):
-                    chosen[0] = above
-                    chosen[1] = u64(prefix)
-            cuda.syncthreads()
-            above = chosen[0]
-            prefix = u32(chosen[1])
-        cuda.syncthreads()
-        return prefix, above
-
-    @kernel(threads=DRAW_THREADS, fastmath=False)
-    def draw(logits: Pointer(float32), temperature: Pointer(float32), top_k: Pointer(int32), top_p: Pointer(float32),
-             min_p: Pointer(float32), seeds: Pointer(uint64), positions: Pointer(int64), best: Pointer(uint64),
-             masses: Pointer(uint64), cutoffs: Pointer(float32), candidates: Pointer(uint64), counts: Pointer(int32),
-             token_ids: Pointer(int32)):
-        histogram = cuda.shared.array(BINS, types.uint64)
-        chosen = cuda.shared.array(2, types.uint64)
-        chunk_mass = cuda.shared.array(chunks, types.uint64)
-        chunk_ties = cuda.shared.array(chunks, types.int32)
-        row = i64(cuda.blockIdx.x)
-        heat = temperature[row]
-        if heat == f32(0):
-            return
-        thread = i32(cuda.threadIdx.x)
-        lane = thread % i32(32)
-        maximum = value_of_key(u32(best[row * i64(chunks)] >> u64(32)))
-        if not (maximum > float_of_bits(u32(_NEGATIVE_INFINITY)) and maximum < float_of_bits(u32(0x7F800000))):
-            return  # the argmax stands: +inf is certain, all -inf or NaN leaves nothing to weigh
-        factor = f32(LOG2_E) / heat
-        word = philox_word(seeds[row], u64(positions[row]))
-        uniform = (types.float64(word) + 0.5) * 2.0**-32
-        filtered = cutoffs[row] > float_of_bits(u32(_NEGATIVE_INFINITY))
-
-        edge = u32(0)          # the lowest key that is kept, and how many of its ties
-        ties = i64(1) << i64(40)
-        least = u64(0)
-        if filtered:
-            available = i64(0)
-            total = u64(0)
-            for c in range(chunks):
-                available += i64(counts[row * i64(chunks) + i64(c)])
-                total += masses[row * i64(chunks) + i64(c)]
-            k = i64(top_k[row])
-            if k > i64(0) and k < available:
-                edge, above = select(candidates, counts, row, u64(k), False, u32(0), maximum, factor, histogram, chosen)
-                ties = k - i64(above)
-            if top_p[row] < f32(1):
-                if k > i64(0) and k < i64(vocab_size):  # of what top_k kept, not of all
-                    kept_mass = u64(0)
-                    c = thread // i32(32)
-                    while c < i32(chunks):
-                        count = counts[row * i64(chunks) + i64(c)]
-                        j = lane
-                        while j < count:
-                            key = u32(candidates[(row * i64(chunks) + i64(c)) * i64(CHUNK) + i64(j)] >> u64(32))
-                            if key > edge:
-                                kept_mass += weight_of(value_of_key(key), maximum, factor)
-                            j += i32(32)
-                        c += i32(warps)
-                    if thread == i32(0):
-                        chosen[0] = u64(0)
-                    cuda.syncthreads()
-                    cuda.atomic.add(chosen, 0, kept_mass)
-                    cuda.syncthreads()
-                    total = chosen[0]
-                    cuda.syncthreads()
-                    if edge > u32(0):
-                        total += u64(ties) * weight_of(value_of_key(edge), maximum, factor)
-                want = max(u64(1), u64(types.float64(total) * types.float64(top_p[row])))
-                p_edge, p_above = select(candidates, counts, row, want, True, edge, maximum, factor, histogram, chosen)
-                p_weight = max(u64(1), weight_of(value_of_key(p_edge), maximum, factor))
-                p_ties = i64((want - p_above + p_weight - u64(1)) // p_weight)
-                if p_edge != edge or p_ties < ties:
-                    ties = p_ties
-                edge = p_edge
-            least = u64(types.float64(min_p[row]) * types.float64(u64(1) << u64(WEIGHT_BITS)))
-
-            # what each chunk keeps above the edge, and its ties at the edge
-            c = thread // i32(32)
-            while c < i32(chunks):
-                count = counts[row * i64(chunks) + i64(c)]
-                mass = u64(0)
-                equal = i32(0)
-                j = lane
-                while j < count:
-                    key = u32(candidates[(row * i64(chunks) + i64(c)) * i64(CHUNK) + i64(j)] >> u64(32))
-                    if key > edge:
-                        weight = weight_of(value_of_key(key), maximum, factor)
-                        if weight >= least:
-                            mass += weight
-                    elif key == edge:
-                        equal += i32(1)
-                    j += i32(32)
-                for step in (16, 8, 4, 2, 1):
-                    mass += shuffle_xor_u64(mass, u32(step))
-                    equal += cuda.shfl_xor_sync(u32(FULL_WARP), equal, step)
-                if lane == i32(0):
-                    chunk_mass[c] = mass
-                    chunk_ties[c] = equal
-                c += i32(warps)
-        else:
-            c = thread
-            while c < i32(chunks):
-                chunk_mass[c] = masses[row * i64(chunks) + i64(c)]
-                chunk_ties[c] = i32(0)
-                c += i32(DRAW_THREADS)
-        cuda.syncthreads()
-        if thread >= i32(32):
-            return
-        tie_weight = weight_of(value_of_key(edge), maximum, factor)
-        if tie_weight < least:
-            tie_weight = u64(0)
-        total = u64(0)
-        left = ties
-        for c in range(chunks):
-            kept = min(left, i64(chunk_ties[c]))
-            total += chunk_mass[c] + u64(kept) * tie_weight
-            left -= kept
-        target = min(u64(uniform * types.float64(total)), total - u64(1))
-        # the chunk that holds the target, then the candidate, in id order
-        left = ties
-        before = u64(0)
-        at = i32(0)
-        for c in range(chunks):
-            kept = min(left, i64(chunk_ties[c]))
-            mass = chunk_mass[c] + u64(kept) * tie_weight
-            if before + mass > target:
-                at = i32(c)
-                break
-            before += mass
-            left -= kept
-        count = min(i32(CHUNK), i32(vocab_size) - at * i32(CHUNK))
-        if filtered:
-            count = counts[row * i64(chunks) + i64(at)]
-        base = i32(0)
-        while base < count:
-            j = base + lane
-            token = at * i32(CHUNK) + j
-            weight = u64(0)
-            is_tie = False
-            if j < count:
-                if filtered:
-                    entry = candidates[(row * i64(chunks) + i64(at)) * i64(CHUNK) + i64(j)]
-                    key = u32(entry >> u64(32))
-                    token = i32(entry & u64(0xFFFFFFFF))
-                    is_tie = key == edge
-                    if key > edge:
-                        weight = weight_of(value_of_key(key), maximum, factor)
-                        if weight < least:
-                            weight = u64(0)
-                else:
-                    weight = weight_of(logits[row * i64(stride) + i64(token)], maximum, factor)
-            tied = u32(cuda.ballot_sync(u32(FULL_WARP), is_tie))
-            if is_tie and i64(cuda.popc(tied & ((u32(1) << u32(lane)) - u32(1)))) < left:
-                weight = tie_weight
-            left = max(i64(0), left - i64(cuda.popc(tied)))
-            running = weight
-            for step in (1, 2, 4, 8, 16):
-                other = shuffle_up_u64(running, u32(step))
-                if lane >= i32(step):
-                    running += other
-            hit = cuda.ballot_sync(u32(FULL_WARP), before + running > target)
-            if hit != 0:
-                if lane == i32(cuda.ffs(hit)) - i32(1):
-                    token_ids[row] = token
-                return
-            before += shuffle_u64(running, u32(31))
-            base += i32(32)
-
-    return draw
-
-
-@kernel_factory
 def count_tokens_kernel(vocab_size: int) -> Kernel:
     @kernel(threads=THREADS, fastmath=False)
     def count_tokens(output_counts: Pointer(int32), slots: Pointer(int32), token_ids: Pointer(int32), count: i32):
@@ -627,9 +181,9 @@ def sample(runtime: Runtime, logits: Any, batch: Any, token_ids: Any, work: Any)
     """
     rows, vocab = logits.shape
     stride = logits.strides[0]
-    if logits.strides[1] != 1 or work.strides != logits.strides or token_ids.shape != (rows,):
+    if logits.strides[1] != 1 or stride % 4 or work.strides != logits.strides or token_ids.shape != (rows,):
         raise ShapeError(f"logits are {logits.shape}, strides {logits.strides}, work {work.strides}, token_ids "
-                         f"{token_ids.shape}; they must be [R, V] of equal strides and [R]")
+                         f"{token_ids.shape}; they must be [R, V] of equal strides, rows a multiple of 4 apart, and [R]")
     if not rows:
         return
     stream, chunks = runtime.stream, -(-vocab // CHUNK)
@@ -651,10 +205,9 @@ def sample(runtime: Runtime, logits: Any, batch: Any, token_ids: Any, work: Any)
         counts = masses + rows * chunks * 8
         cutoffs = counts + rows * chunks * 4
         candidates = (cutoffs + rows * 4 + 255) // 256 * 256
-        row_masses = runtime.zeros(rows * COARSE * 12)
-        row_counts = row_masses + rows * COARSE * 8
+        row_counts = runtime.zeros(rows * COARSE * 4)
         survey_kernel(vocab, stride).launch((chunks, rows, 1), work, batch.temperature, batch.top_k, batch.top_p, batch.min_p,
-                                            best, masses, row_counts, row_masses, cutoffs, runtime.counters(rows),
+                                            best, masses, row_counts, cutoffs, runtime.counters(rows),
                                             stream=stream)
         compact_kernel(vocab, stride).launch((chunks, rows, 1), work, batch.temperature, cutoffs, candidates, counts,
                                              stream=stream)
