@@ -21,7 +21,7 @@ from zhilight.kernels import gemm_sm80 as sm80
 
 SHAPES = ((8192, 8192, 8192), (4096, 4096, 4096), (2048, 28672, 4096), (2048, 4096, 14336), (512, 6144, 4096),
           (512, 28672, 4096), (128, 6144, 4096), (128, 4096, 14336), (64, 28672, 4096), (64, 4096, 4096))
-TILES = {"large": sm80.LARGE, "large 96K": sm80.LARGE_96K, "square": sm80.SQUARE, "flat": sm80.FLAT}
+TILES = {"large": sm80.LARGE, "square": sm80.SQUARE, "flat": sm80.FLAT}
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     for m, n, k in SHAPES:
         sets = [tuple(torch.randn(*s, device="cuda", dtype=torch.bfloat16) for s in ((m, k), (n, k), (m, n)))
                 for _ in range(copies(2 * (m * k + n * k + m * n)))]
-        chosen = sm80.choose_tile(m, n, k, bench.runtime.multiprocessors, bench.runtime.capability)
+        chosen = sm80.choose_tile(m, n, k, bench.runtime.multiprocessors)
         cuts = {"chosen": chosen}
         if arguments.tiles:
             for name, tile in TILES.items():

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 
 from tests.gpu.gemm_cases import Case, argument, assert_case, make_runtime  # noqa: E402
 from zhilight.errors import ShapeError  # noqa: E402
-from zhilight.kernels.gemm_sm80 import FLAT, LARGE, LARGE_96K, SQUARE, gemm_sm80  # noqa: E402
+from zhilight.kernels.gemm_sm80 import FLAT, LARGE, SQUARE, gemm_sm80  # noqa: E402
 
-TILES = {"large": LARGE, "large_96k": LARGE_96K, "square": SQUARE, "flat": FLAT}
+TILES = {"large": LARGE, "square": SQUARE, "flat": FLAT}
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +21,7 @@ def runtime(device):
 
 
 @pytest.fixture(params=sorted(TILES))
-def tile(request, runtime):
-    if TILES[request.param] is LARGE and runtime.capability[:2] not in ((8, 0), (9, 0)):
-        pytest.skip("this tile needs 144 KB of shared memory a block")
+def tile(request):
     return TILES[request.param]
 
 
