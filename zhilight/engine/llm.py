@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -15,9 +15,8 @@ from zhilight.engine.messages import Abort, EngineStats
 from zhilight.engine.outputs import RequestOutput
 from zhilight.engine.request import validate_prompt
 from zhilight.engine.startup import start_engine, tokenizer_loader
+from zhilight.engine.stats_log import StatsLog
 from zhilight.errors import RequestError
-
-logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids} or the ids themselves."""
@@ -51,6 +50,7 @@ class LLM:
         self.tokenizer = None if engine_config.skip_tokenizer_init else load_tokenizer_of(engine_config)
         self._collector = Collector(self.tokenizer)
         self._count = 0
+        self._stats_log = StatsLog(engine_config.stats_interval)
 
     # ---- generation -------------------------------------------------------------------------------------------
 
@@ -163,6 +163,7 @@ class LLM:
         if not self._core.has_work:
             self._core.wait_for_grammars()
         touched, stopped = self._collector.dispatch(self._core.step())
+        self._stats_log.offer(self._core.stats(), time.monotonic())
         if stopped:
             self._core.abort(Abort(stopped))
         for request in touched:
