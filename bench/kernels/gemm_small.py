@@ -147,14 +147,15 @@ def compile_variants(bench: Bench, tokens: list[int], variants: dict[str, tuple[
             print(result.name, result.error or result.resources, flush=True)
 
 
-def swapped_shape(m: int, n: int, blocks: int, split: int, nbytes: int, multiprocessors: int) -> swapped.Shape:
+def swapped_shape(m: int, n: int, blocks: int, split: int, share: int, nbytes: int, multiprocessors: int) -> swapped.Shape:
     rows = min(128, -(-n * split // (multiprocessors * blocks) // 8) * 8)
-    return swapped.ring(rows, split, swapped.tokens_of(m), nbytes)
+    tokens = swapped.tokens_of(m)
+    return swapped.ring(rows, split, min(share, tokens // 8), tokens, nbytes)
 
 
 def swapped_variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False, overlap: bool = False, *,
-                    blocks: int, split: int, nbytes: int) -> None:
-    shape = swapped_shape(x.shape[0], weight.shape[0], blocks, split, nbytes, runtime.multiprocessors)
+                    blocks: int, split: int, share: int, nbytes: int) -> None:
+    shape = swapped_shape(x.shape[0], weight.shape[0], blocks, split, share, nbytes, runtime.multiprocessors)
     swapped.gemm_swapped(runtime, x, weight, out, silu_mul=silu_mul, overlap=overlap, shape=shape)
 
 
@@ -167,15 +168,17 @@ def compile_swapped(bench: Bench, tokens: list[int], variants: dict[str, dict]) 
                     for out_dtype in (bfloat16, float32) if n == 128256 else (bfloat16,):
                         s = swapped_shape(m, n, **constants, multiprocessors=bench.runtime.multiprocessors)
                         kernel = swapped.gemm_swapped_kernel(bfloat16, out_dtype, swapped.tokens_of(m), s.rows, s.split,
-                                                             s.stages, False, silu_mul, overlap, s.steps_a_stage)
+                                                             s.share, s.stages, False, silu_mul, overlap, s.steps_a_stage)
                         kernels[kernel.name] = kernel
     for result in compile_all(list(kernels.values()), bench.runtime.capability, progress=False):
         if result.error or result.resources.stack:
             print(result.name, result.error or result.resources, flush=True)
 
 
-SWAPPED = {f"swap {blocks}b s{split} {size}K": {"blocks": blocks, "split": split, "nbytes": size << 10}
-           for blocks, split, size in ((1, 1, 100), (2, 1, 100), (1, 2, 100), (2, 2, 100), (2, 4, 100))}
+SWAPPED = {f"swap {blocks}b s{split} x{share}": {"blocks": blocks, "split": split, "share": share, "nbytes": 100 << 10}
+           for blocks, split, share in ((1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2),
+                                        (2, 1, 4))}
+"""Blocks a multiprocessor, split of K, blocks that share x."""
 
 VARIANTS = {
     "8x128 s3": ({}, 1),

@@ -2,7 +2,8 @@
 
 Same operands, epilogues and result as gemm_small. A block takes up to 128 rows of the weight (wgmma's m64, one or two
 warpgroups) and all tokens (wgmma's n8 to n128), so that tokens are not padded to 64 rows and the weights pass through the
-tensor cores once. The blocks of a cluster split K; their float32 tiles meet in distributed shared memory in a fixed order.
+tensor cores once. The blocks of a cluster split K, and their float32 tiles meet in distributed shared memory in a fixed
+order; or they take neighbouring rows and share the tiles of x by multicast, which is what L2 delivers besides the weights.
 
 The tile height is any multiple of 8 (the box of the tensor map), chosen so that the blocks fill the multiprocessors evenly;
 wgmma's rows beyond it read whatever lies behind the tile, and are dropped. The last row of the token box is token M - 1: what
@@ -28,6 +29,7 @@ from zhilight.kernels.ptx import (
     accumulator,
     address,
     bulk_load_2d,
+    bulk_load_2d_multicast,
     cluster_address,
     cluster_arrive,
     cluster_rank,
@@ -41,6 +43,7 @@ from zhilight.kernels.ptx import (
     load_global_v2,
     load_shared_f32x4,
     mbarrier_arrive,
+    mbarrier_arrive_cluster,
     mbarrier_expect,
     mbarrier_init,
     mbarrier_wait,
@@ -88,9 +91,10 @@ def _store_tile(tokens: int, stride: int):
 
 
 @kernel_factory
-def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, split: int, stages: int, bias: bool = False,
-                        silu_mul: bool = False, overlap: bool = False, steps_a_stage: int = 1, min_blocks: int = 2) -> Kernel:
-    """tokens: wgmma's n. rows: of the weight a block, a multiple of 8. split: blocks of a cluster, which share K.
+def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, split: int, share: int, stages: int,
+                        bias: bool = False, silu_mul: bool = False, overlap: bool = False, steps_a_stage: int = 1,
+                        min_blocks: int = 2) -> Kernel:
+    """tokens: wgmma's n. rows: of the weight a block, a multiple of 8. split x share: the blocks of a cluster; see Shape.
     stages: of the ring, each of steps_a_stage * 64 of K."""
     warpgroups = warpgroups_of(rows)
     WEIGHT = rows * STEP * 2
@@ -100,13 +104,23 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
     RING = max(stages * STAGE + max(0, warpgroups * 8192 - PAIR), tokens * STRIDE)
     WIDTH = steps_a_stage * STEP
     CONSUMERS = warpgroups * 128
+    cluster = split * share
+    X_PART = tokens // share
     QUADS = warpgroups * 16
     multiply, zero, descriptor = wgmma_shared(tokens, dtype), zeros(tokens), shared_tensor_descriptor(1024)
     store_tile, to_bits, to_floats = _store_tile(tokens, STRIDE), pack(dtype), unpack(dtype)
     wait_one, wait_all = wgmma_wait(1), wgmma_wait(0)
     wide = out_dtype is float32
 
-    @kernel(threads=CONSUMERS + 32, min_blocks=min_blocks, shared=RING + 1024 + 256, cluster=split, min_capability=(9, 0, "a"))
+    @cuda.jit(device=True)
+    def load_x(target, x, barrier, column, row, everyone):
+        if share > 1:
+            bulk_load_2d_multicast(target, x, barrier, column, row, everyone)
+        else:
+            bulk_load_2d(target, x, barrier, column, row)
+
+    @kernel(threads=CONSUMERS + 32, min_blocks=min_blocks, shared=RING + 1024 + 256, cluster=cluster,
+            min_capability=(9, 0, "a"))
     def gemm_swapped(x: TensorMap, weight: TensorMap, bias_: Pointer(dtype), out: Pointer(out_dtype), m: i32, n: i32, k: i32,
                      out_stride: i32, scale: f32):
         base = (shared_address(cuda.shared.array(0, types.uint8)) + u32(1023)) & u32(0xFFFFFC00)
@@ -114,12 +128,14 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
         empty = full + u32(8 * stages)
         tid = i32(cuda.threadIdx.x)
         rank = i32(0)
-        if split > 1:
+        if cluster > 1:
             rank = i32(cluster_rank())
-        first_row = i32(cuda.blockIdx.x) // i32(split) * i32(rows)
+        part = rank // i32(share)  # of K
+        neighbour = rank % i32(share)
+        first_row = (i32(cuda.blockIdx.x) // i32(cluster) * i32(share) + neighbour) * i32(rows)
         steps = (k + i32(WIDTH - 1)) // i32(WIDTH)
-        first = steps * rank // i32(split)
-        count = steps * (rank + i32(1)) // i32(split) - first
+        first = steps * part // i32(split)
+        count = steps * (part + i32(1)) // i32(split) - first
         if overlap:
             grid_dependency_launch()
         if tid == i32(CONSUMERS):
@@ -127,9 +143,11 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
             prefetch_tensor_map(x)
             for s in range(stages):
                 mbarrier_init(full + u32(8 * s), u32(1))
-                mbarrier_init(empty + u32(8 * s), u32(warpgroups))
+                mbarrier_init(empty + u32(8 * s), u32(warpgroups * share))
             fence_mbarrier_init()
         cuda.syncthreads()
+        if share > 1:
+            cluster_arrive()
 
         if tid >= i32(CONSUMERS):
             if tid == i32(CONSUMERS):
@@ -140,13 +158,20 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                         for b in range(steps_a_stage):
                             bulk_load_2d(base + u32(s * STAGE + b * PAIR), weight, barrier,
                                          (first + i32(s)) * i32(WIDTH) + i32(b * STEP), first_row)
+            cuda.syncwarp()
+            if share > 1:
+                cluster_wait()  # the neighbours' barriers are ready
+            if tid == i32(CONSUMERS):
                 if overlap:
                     grid_dependency_wait()
+                x_place = u32(WEIGHT) + u32(neighbour) * u32(X_PART * STEP * 2)
+                x_row = m - i32(tokens) + neighbour * i32(X_PART)
+                everyone = u32((1 << share) - 1) << u32(part * i32(share))
                 for s in range(stages):
                     if i32(s) < count:
                         for b in range(steps_a_stage):
-                            bulk_load_2d(base + u32(s * STAGE + b * PAIR + WEIGHT), x, full + u32(8 * s),
-                                         (first + i32(s)) * i32(WIDTH) + i32(b * STEP), m - i32(tokens))
+                            load_x(base + u32(s * STAGE + b * PAIR) + x_place, x, full + u32(8 * s),
+                                   (first + i32(s)) * i32(WIDTH) + i32(b * STEP), x_row, everyone)
                 stage = i32(0)
                 phase = u32(0)
                 i = i32(stages)
@@ -158,7 +183,7 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                     mbarrier_expect(barrier, u32(STAGE))
                     for b in range(steps_a_stage):
                         bulk_load_2d(slot + u32(b * PAIR), weight, barrier, kk + i32(b * STEP), first_row)
-                        bulk_load_2d(slot + u32(b * PAIR + WEIGHT), x, barrier, kk + i32(b * STEP), m - i32(tokens))
+                        load_x(slot + u32(b * PAIR) + x_place, x, barrier, kk + i32(b * STEP), x_row, everyone)
                     stage += i32(1)
                     if stage == i32(stages):
                         stage = i32(0)
@@ -168,9 +193,12 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
             if split > 1:
                 cluster_arrive()
                 cluster_wait()
+            if cluster > 1:
                 cluster_arrive()
                 cluster_wait()
         else:
+            if share > 1:
+                cluster_wait()
             if overlap:
                 grid_dependency_wait()
             warpgroup = tid // i32(128)
@@ -189,8 +217,12 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                         acc = multiply(acc, a + u64(pair * (PAIR // 16) + 2 * q), b + u64(pair * (PAIR // 16) + 2 * q), i32(1))
                 wgmma_commit()
                 wait_one()
-                if i > 0 and tid % i32(128) == i32(0):
-                    mbarrier_arrive(empty + u32(previous) * u32(8))
+                if i > 0:
+                    if share > 1:
+                        if tid % i32(128) < i32(share):
+                            mbarrier_arrive_cluster(empty + u32(previous) * u32(8), u32(part * i32(share) + tid % i32(128)))
+                    elif tid % i32(128) == i32(0):
+                        mbarrier_arrive(empty + u32(previous) * u32(8))
                 previous = stage
                 stage += i32(1)
                 if stage == i32(stages):
@@ -207,10 +239,10 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                 cluster_wait()
             else:
                 named_barrier(u32(1), u32(CONSUMERS))
-            # four rows of one token a thread; the blocks of the cluster take the tokens in turns
-            part = (m + i32(split - 1)) // i32(split)
-            token = part * rank + tid // i32(QUADS)
-            last_token = min(m, part * (rank + i32(1)))
+            # four rows of one token a thread; the blocks that split K take a range of the tokens each
+            span = (m + i32(split - 1)) // i32(split)
+            token = span * part + tid // i32(QUADS)
+            last_token = min(m, span * (part + i32(1)))
             row = first_row + tid % i32(QUADS) * i32(4)
             inside = row < n and tid % i32(QUADS) * i32(4) < i32(rows)
             b0, b1, b2, b3 = f32(0.0), f32(0.0), f32(0.0), f32(0.0)
@@ -224,7 +256,7 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                 if split > 1:
                     y0, y1, y2, y3 = b0, b1, b2, b3
                     for r in range(split):
-                        v = load_cluster_f32x4(cluster_address(place, u32(r)))
+                        v = load_cluster_f32x4(cluster_address(place, u32(i32(r * share) + neighbour)))
                         y0 += v[0]
                         y1 += v[1]
                         y2 += v[2]
@@ -249,8 +281,8 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                         else:
                             store_global_v2(p, to_bits(y0, y1), to_bits(y2, y3))
                 token += i32(CONSUMERS // QUADS)
-            if split > 1:
-                # the tile must outlive the neighbours' reads
+            if cluster > 1:
+                # the tile and the barriers must outlive the neighbours' reads and arrivals
                 cluster_arrive()
                 cluster_wait()
 
@@ -259,10 +291,12 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a GEMM is cut: rows of the weight a block, blocks that split K, and the ring's stages of steps_a_stage * 64 of K."""
+    """How a GEMM is cut: rows of the weight a block; blocks of a cluster that split K, and blocks with neighbouring rows that
+    share x (each loads a part of its tile for all); stages of the ring, each of steps_a_stage * 64 of K."""
 
     rows: int
     split: int
+    share: int
     stages: int
     steps_a_stage: int
 
@@ -272,11 +306,11 @@ def tokens_of(m: int) -> int:
     return next(n for n in (8, 16, 32, 64, 128) if m <= n)
 
 
-def ring(rows: int, split: int, tokens: int, nbytes: int = 100 << 10) -> Shape:
+def ring(rows: int, split: int, share: int, tokens: int, nbytes: int = 100 << 10) -> Shape:
     """The shape with a ring of about `nbytes`: two of them fit a multiprocessor of Hopper."""
     pair = (rows + tokens) * STEP * 2
     steps_a_stage = 2 if pair < 12 << 10 else 1
-    return Shape(rows, split, max(2, min(16, nbytes // (pair * steps_a_stage))), steps_a_stage)
+    return Shape(rows, split, share, max(2, min(16, nbytes // (pair * steps_a_stage))), steps_a_stage)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -294,7 +328,7 @@ def choose_shape(m: int, n: int, k: int, multiprocessors: int) -> Shape:
             cost = waves * blocks * rows / split * (1 + 0.02 * split) / (1.0 if blocks == 2 or waves == 1 else 0.9)
             if best is None or cost < best[0] * 0.99:
                 best = cost, rows, split
-    return ring(best[1], best[2], tokens_of(m))
+    return ring(best[1], best[2], 1, tokens_of(m))
 
 
 def gemm_swapped(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None, silu_mul: bool = False, scale: float = 1.0,
@@ -313,19 +347,21 @@ def gemm_swapped(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = No
         return
     shape = shape or choose_shape(m, n, k, runtime.multiprocessors)
     tokens = tokens_of(m)
-    found = gemm_swapped_kernel(x.dtype, out.dtype, tokens, shape.rows, shape.split, shape.stages, bias is not None, silu_mul,
+    found = gemm_swapped_kernel(x.dtype, out.dtype, tokens, shape.rows, shape.split, shape.share,
+                                shape.stages, bias is not None, silu_mul,
                                 overlap, shape.steps_a_stage)
-    x_map = runtime.tensor_map(x.address, x.dtype, (MAX_ROWS, k), (x.strides[0] * 2,), (tokens, STEP))
+    x_map = runtime.tensor_map(x.address, x.dtype, (MAX_ROWS, k), (x.strides[0] * 2,), (tokens // shape.share, STEP))
     weight_map = runtime.tensor_map(weight.address, x.dtype, (n, k), (k * 2,), (shape.rows, STEP))
-    found.launch(-(-n // shape.rows) * shape.split, x_map, weight_map, bias if bias is not None else weight, out, m, n, k,
+    tiles = -(-n // (shape.rows * shape.share)) * shape.share
+    found.launch(tiles * shape.split, x_map, weight_map, bias if bias is not None else weight, out, m, n, k,
                  out.strides[0], scale, stream=runtime.stream, overlap=overlap)
 
 
 def catalogue() -> Iterator[Kernel]:
     """Each code path once."""
     for tokens in (8, 16, 32, 64, 128):
-        shape = ring(112, 1, tokens)
-        yield gemm_swapped_kernel(bfloat16, bfloat16, tokens, 112, 1, shape.stages, overlap=True)
-    yield gemm_swapped_kernel(float16, float16, 64, 64, 2, 6, bias=True, silu_mul=True, overlap=True)
-    yield gemm_swapped_kernel(bfloat16, float32, 64, 128, 4, 4, overlap=True)
-    yield gemm_swapped_kernel(bfloat16, bfloat16, 8, 32, 1, 10, steps_a_stage=2)
+        shape = ring(112, 1, 1, tokens)
+        yield gemm_swapped_kernel(bfloat16, bfloat16, tokens, 112, 1, 1, shape.stages, overlap=True)
+    yield gemm_swapped_kernel(float16, float16, 64, 64, 2, 2, 6, bias=True, silu_mul=True, overlap=True)
+    yield gemm_swapped_kernel(bfloat16, float32, 64, 128, 4, 1, 4, overlap=True)
+    yield gemm_swapped_kernel(bfloat16, bfloat16, 8, 32, 1, 1, 10, steps_a_stage=2)
