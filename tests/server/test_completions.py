@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Running
+from tests.server.conftest import Running, Start
+from tests.server.stub_engine import StubEngine
 from tests.server.test_chat import events
+from zhilight.tokenization.tokenizer import Tokenizer
 
 Body = dict[str, Any]
 
@@ -182,3 +185,21 @@ async def test_one_bad_prompt_of_many_aborts_the_others(running: Running) -> Non
     assert status == 500
     assert answer["error"]["message"] == "all tokens are masked"
     assert not running.engine.active
+
+
+async def test_special_tokens_are_added_to_completions_and_not_to_chats(start: Start) -> None:
+    engine = StubEngine()
+    settings = dataclasses.replace(engine.tokenizer.settings, add_bos=True, special_tokens={
+        "eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"})
+    engine.tokenizer = Tokenizer(engine.tokenizer.backend, settings)
+    running = await start(engine)
+    await running.post("/v1/completions", {"prompt": "a"})
+    await running.post("/v1/completions", {"prompt": "a", "add_special_tokens": False})
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    await running.post("/v1/chat/completions", chat)
+    await running.post("/v1/chat/completions", chat | {"add_special_tokens": True})
+    assert [ids[0] == 256 for ids, _, _ in engine.requests] == [True, False, False, True]
+    _, answer = await running.post("/v1/completions", {"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 2})
+    assert answer["choices"][0]["text"] == "abHe"
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["<|endoftext|>", "a", "b", "H", "e"]
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]

@@ -116,6 +116,9 @@ def test_choices_structured_output_and_embeddings(served: Process) -> None:
     again = client.completions.create(model="other", prompt="abc", n=3, max_tokens=8, seed=4, temperature=1.0)
     assert [choice.text for choice in answer.choices] == [choice.text for choice in again.choices]
     assert len({choice.text for choice in answer.choices}) == 3
+    best = client.completions.create(model="other", prompt="abc", n=1, best_of=4, max_tokens=8, seed=4, temperature=1.0)
+    assert len(best.choices) == 1
+    assert best.choices[0].index == 0
     chosen = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}],
                                             extra_body={"guided_choice": ["north", "south"]})
     assert chosen.choices[0].message.content in ("north", "south")

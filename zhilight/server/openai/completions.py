@@ -179,7 +179,8 @@ class _Choice:
         self._prompt = prompt
         self._names = names
         self._body = body
-        self._logprobs = None if body.logprobs is None else CompletionLogprobsBuilder(names, body.logprobs)
+        self._logprobs = None if body.logprobs is None else CompletionLogprobsBuilder(
+            names, body.logprobs, _skips(body))
         self._opened = False
         self._text: list[str] = []
         self._token_ids: list[int] = []

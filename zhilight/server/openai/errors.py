@@ -81,8 +81,11 @@ def to_api_error(error: BaseException) -> APIError:
 
 def error_response(error: BaseException) -> web.Response:
     api_error = to_api_error(error)
-    return web.Response(status=api_error.status, body=api_error.body(), headers=api_error.headers,
-                        content_type="application/json")
+    response = web.Response(status=api_error.status, body=api_error.body(), headers=api_error.headers,
+                            content_type="application/json")
+    if api_error.headers.get("Connection") == "close":
+        response.force_close()
+    return response
 
 
 def _from_aiohttp(error: web.HTTPException) -> APIError:

@@ -35,6 +35,12 @@ class TokenNames:
     def bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
+    def text_bytes(self, token_id: int, *, opens: bool, skip_special: bool) -> bytes:
+        """What the token adds to the text; `opens`: nothing of the text stands before it."""
+        if skip_special and token_id in self._tokenizer.all_special_ids:
+            return b""
+        return self._tokenizer.first_token_bytes(token_id) if opens else self._tokenizer.token_bytes(token_id)
+
     def name(self, token_id: int) -> str:
         if self._as_ids:
             return f"token_id:{token_id}"
@@ -73,9 +79,11 @@ def chat_logprobs(names: TokenNames, positions: Sequence[PositionLogprobs], top:
 class CompletionLogprobsBuilder:
     """Collects one choice's tokens; `take` gives what came since the last call, with offsets into the whole text."""
 
-    def __init__(self, names: TokenNames, top: int):
+    def __init__(self, names: TokenNames, top: int, skip_special: bool = True):
         self._names = names
         self._top = top
+        self._skip_special = skip_special
+        self._opens = False
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._reset()
@@ -85,6 +93,7 @@ class CompletionLogprobsBuilder:
 
     def add_prompt(self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]) -> None:
         """The echoed prompt: the first token has no log-probability."""
+        self._opens = True
         for token_id, position in zip(token_ids, positions, strict=True):
             self._add(token_id, position)
 
@@ -101,7 +110,9 @@ class CompletionLogprobsBuilder:
         lists.token_logprobs.append(None if position is None else finite(position.chosen.logprob))
         lists.top_logprobs.append(None if position is None else {
             name: finite(entry.logprob) for name, entry in zip(written[1:], entries, strict=True)})
-        self._offset += len(self._decoder.decode(self._names.bytes(token_id)))
+        text = self._names.text_bytes(token_id, opens=self._opens, skip_special=self._skip_special)
+        self._opens = self._opens and not text
+        self._offset += len(self._decoder.decode(text))
 
     def take(self) -> CompletionLogprobs:
         taken = self._lists
