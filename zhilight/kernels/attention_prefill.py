@@ -46,8 +46,9 @@ def attention_prefill(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: A
     contexts = host_context_lens[first_sequence:first_sequence + num_sequences]
     if (lengths > contexts).any():
         raise ShapeError("context_lens must count this step's tokens too: a sequence has more queries than context.")
-    launch_sm80(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, first_sequence, lengths, num_heads,
-                num_kv_heads, head_dim, block_size, scale, window, soft_cap, overlap)
+    launch = launch_sm90 if runtime.capability[0] == 9 else launch_sm80
+    launch(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, first_sequence, lengths, num_heads,
+           num_kv_heads, head_dim, block_size, scale, window, soft_cap, overlap)
 
 
 def launch_sm90(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,

@@ -29,6 +29,7 @@ from zhilight.kernels.ptx import (
     atomic_inc_acq_rel_u32,
     bulk_load_2d,
     cp_async_16,
+    cp_async_commit,
     cp_async_wait,
     f32,
     fence_async_shared,
@@ -147,6 +148,7 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
             row += (thread >> i32(5)) * i32(16)
             into = target + u32(piece // i32(8) * i32(Q_HALF) + row * i32(128) + ((piece ^ row) & i32(7)) * i32(16))
             cp_async_16(into, source + u64(min(row, valid - i32(1))) * stride_bytes + u64(piece * i32(16)))
+        cp_async_commit()
 
     @kernel(threads=THREADS, min_blocks=1, shared=SHARED, min_capability=(9, 0, "a"), max_registers=168 if GROUPS == 2 else 128)
     def prefill_sm90(kv_map: TensorMap, queries: Pointer(dtype), tables: Pointer(int32), context_lens: Pointer(int32),
