@@ -111,7 +111,7 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
     scatter = epilogue.scatter(tile_n, split, share)
     gather = epilogue.gather(tile_n, split)
     wait_one, wait_all, wait_stored = wgmma_wait(1), wgmma_wait(0), bulk_wait_read(0)
-    give_registers, take_registers = set_max_registers(64, False), set_max_registers(224, True)
+    give_registers, take_registers = set_max_registers(56, False), set_max_registers(224, True)
 
     @cuda.jit(device=True)
     def free(barrier, peer):

@@ -101,8 +101,10 @@ class Runtime:
 
         host = np.array([int(word) for word in tensor_map.opaque], dtype=np.uint64)
         target = self._map_memory + len(self._maps) * TENSOR_MAP_BYTES
-        # a blocking copy: the map is in place before any kernel that is queued after this call
+        # the copy returns when the bytes are staged; only the wait makes sure that the map is in place before any kernel that
+        # is queued after this call, on whatever stream
         check(driver.cuMemcpyHtoD(target, host.ctypes.data, TENSOR_MAP_BYTES), "cuMemcpyHtoD")
+        check(driver.cuStreamSynchronize(0), "cuStreamSynchronize")
         return target
 
     def _zero(self, address: int, words: int) -> None:
