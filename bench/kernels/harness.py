@@ -75,12 +75,14 @@ class Bench:
 
     def run(self, call: Callable[[], Any]) -> None:
         """One call on the stream, to its end."""
+        self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             call()
         self.stream.synchronize()
 
     def graph(self, calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
         """The calls in order as a graph. They are run once before, so that nothing is compiled or made during capture."""
+        self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for call in calls:
                 call()
