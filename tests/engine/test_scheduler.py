@@ -224,6 +224,17 @@ def test_a_more_urgent_request_preempts():
     assert core.stats().preemptions == 1
 
 
+def test_nobody_is_preempted_for_one_that_would_not_fit_even_then():
+    core = make_core(num_blocks=9, max_model_len=144, max_num_seqs=4, policy="priority", budget=144)
+    add(core, 1, [4] * 40, SamplingParams(temperature=0, max_tokens=45, ignore_eos=True), priority=0)
+    add(core, 2, [5] * 20, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), priority=2)
+    core.step()
+    add(core, 3, [6] * 120, GREEDY, priority=1)  # 8 blocks, of which number 1 holds 3 to 6
+    collected = run(core)
+    assert core.stats().preemptions == 0
+    assert list(collected.finished) == [2, 1, 3]
+
+
 def test_decodes_and_prefill_chunks_share_a_step():
     core = make_core(budget=24, overlap=False)
     plans = spy(core)

@@ -78,6 +78,11 @@ class BlockPool:
         references = self._references
         return sum(not references[block] for block in blocks)
 
+    def count_exclusive(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` become available when their only sequence gives them back."""
+        references = self._references
+        return sum(references[block] == 1 for block in blocks)
+
     def register(self, block: int, digest: bytes) -> None:
         """Make a full, referenced block known by its hash. A second block of the same content stays anonymous."""
         if self.enable_prefix_caching and self._hash_of[block] is None and digest not in self._by_hash:

@@ -238,19 +238,23 @@ class Scheduler:
 
     def _fit(self, request: Request, budget: int) -> tuple[list[int], int] | str:
         """(shared blocks, tokens they save), or what it lacks: "blocks" or "budget"."""
-        pool, count = self.pool, len(request.tokens)
+        hits, lacking = self._lookup(request)
+        count = len(request.tokens)
+        cached = min(len(hits) << self.table.shift, count - 1)
+        if not self.enable_chunked_prefill and count - cached > budget:
+            return "budget"
+        return "blocks" if lacking > 0 else (hits, cached)
+
+    def _lookup(self, request: Request) -> tuple[list[int], int]:
+        """The blocks of its longest known prefix, and how many blocks it lacks for the rest; 0 or less when it fits."""
+        pool = self.pool
         hits: list[int] = []
         if pool.enable_prefix_caching:
             pool.extend_hashes(request.hashes, request.root, request.tokens)
             if request.params.prompt_logprobs is None:  # those need the logits of every prompt token
                 hits = pool.lookup(request.hashes)
-        cached = min(len(hits) << self.table.shift, count - 1)
-        if not self.enable_chunked_prefill and count - cached > budget:
-            return "budget"
-        needed = -(-count // pool.block_size) - len(hits)
-        if needed + pool.count_unreferenced(hits) > self._room:
-            return "blocks"
-        return hits, cached
+        needed = -(-len(request.tokens) // pool.block_size) - len(hits)
+        return hits, needed + pool.count_unreferenced(hits) - self._room
 
     def _start(self, request: Request, hits: list[int], cached: int) -> None:
         table, pool = self.table, self.pool
@@ -295,17 +299,25 @@ class Scheduler:
         self._enqueue(request)
 
     def _preempt_for_priority(self, in_flight: bool) -> None:
-        """Make room for the first waiting request by preempting running ones of strictly lower priority."""
+        """Make room for the first waiting request by preempting running ones of strictly lower priority, if that is enough."""
         head = self.waiting[0]
-        while self.num_running:
-            worst = max(self.running_requests(), key=_key)
-            if worst.key[0] <= head.key[0]:
-                return
-            if self.table.free and self._fit(head, self.max_num_batched_tokens) != "blocks":
-                return
-            if in_flight:
-                raise MustWait
-            self._preempt(worst)
+        lower = [request for request in self.running_requests() if request.key[0] > head.key[0]]
+        if not lower:
+            return
+        lacking, slots = self._lookup(head)[1], len(self.table.free)
+        victims: list[Request] = []
+        for request in sorted(lower, key=_key, reverse=True):
+            if lacking <= 0 and slots > 0:
+                break
+            victims.append(request)
+            lacking -= self.pool.count_exclusive(self.table.table(request.slot)) + 1
+            slots += 1
+        if not victims or lacking > 0:
+            return
+        if in_flight:
+            raise MustWait
+        for request in victims:
+            self._preempt(request)
 
     def _vacate(self, request: Request) -> None:
         slot = request.slot
