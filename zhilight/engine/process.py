@@ -6,6 +6,7 @@ and SIGTERM (its parent decides when it ends), and ends when its standard input 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -103,8 +104,8 @@ class EngineServer:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
         self._log = StatsLog(stats_interval)
         self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        core.on_compiled = lambda: os.write(self._wake_write, b".")
+        os.set_blocking(self._wake_write, False)
+        core.on_compiled = self._wake
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._wake_read, zmq.POLLIN)
@@ -127,6 +128,11 @@ class EngineServer:
         for ready, _ in self._poller.poll():
             if ready == self._wake_read:
                 os.read(self._wake_read, 4096)
+
+    def _wake(self) -> None:
+        """From the compiler's thread: end the sleep. A full pipe has woken it already."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b".")
 
     def _receive(self) -> bool:
         """Take in all messages that are there; False when it is time to end."""
