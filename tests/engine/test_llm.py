@@ -187,9 +187,12 @@ def test_prompt_log_probabilities_begin_with_none(llm):
     assert [entry.chosen.token_id for entry in output.prompt_logprobs[1:]] == output.prompt_token_ids[1:]
 
 
-def test_a_grammar_is_followed(llm):
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_grammar_is_followed(llm, overlapped, monkeypatch):
     from zhilight import StructuredOutput
 
+    if overlapped:
+        monkeypatch.setattr("zhilight.ops.cpu._Fetched.ready", lambda self: False)
     (output,) = llm.generate("short", SamplingParams(temperature=1.0, seed=1, max_tokens=60, structured=StructuredOutput(
         "regex", "(yes|no), [0-9]{3}")), use_tqdm=False)
     import re
