@@ -16,7 +16,7 @@ from tests.engine.tiny_llama import write_tiny_llama
 from zhilight import cli
 from zhilight.config.engine import EngineConfig
 from zhilight.errors import ConfigError
-from zhilight.server.arguments import configs_from, make_server_parser, normalise_flags
+from zhilight.server.arguments import configs_from, flags_table, make_server_parser, normalise_flags
 from zhilight.server.config import ServerConfig
 from zhilight.version import __version__
 
@@ -31,6 +31,11 @@ def test_every_field_has_a_flag() -> None:
         for option in dataclasses.fields(config_class):
             assert "--" + option.name.replace("_", "-") in text, option.name
             assert option.metadata["help"]
+
+
+def test_the_documented_flags_are_those_of_the_classes() -> None:
+    documented = Path(__file__).parents[1] / "docs" / "flags.md"
+    assert documented.read_text() == flags_table(), "run: python -m zhilight.server.arguments > docs/flags.md"
 
 
 def test_defaults_are_those_of_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,8 @@ async def test_cached_tokens_are_reported(running: Running) -> None:
     ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [1] * 4096}, "prompt"), ({"prompt": ["a"] * 2049}, "prompt"),
     ({"prompt": "a" * 200_000}, "prompt"), ({"max_tokens": 4096}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"),
     ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"), ({"suffix": "end"}, "suffix"),
-    ({"best_of": 1, "n": 2}, "best_of"), ({"prompt": ["a"] * 100, "n": 100}, "n"), ({"min_tokens": 17}, "min_tokens"),
+    ({"best_of": 1, "n": 2}, "best_of"), ({"prompt": ["a"] * 100, "n": 100}, "n"),
+    ({"prompt": "ab " * 30_000}, "prompt"), ({"min_tokens": 17}, "min_tokens"),
     ({"prompt": [True]}, "prompt[0]"), ({"echo": "yes"}, "echo"),
 ])
 async def test_refusals_name_the_field(running: Running, fields: Body, param: str) -> None:

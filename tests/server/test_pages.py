@@ -78,6 +78,8 @@ async def test_page_in_a_browser(start: Start, tmp_path: Path) -> None:
         figures = await driver.until("document.querySelectorAll('.chart canvas').length")
         assert figures == 5
         assert await driver.until("document.getElementById('model').textContent") == "stub-model, context 4096"
+        await driver.call("Page.navigate", url=running.url + "/docs")
+        assert await driver.until("document.querySelectorAll('details').length > 20")
     finally:
         await driver.close()
 

@@ -177,3 +177,25 @@ def _checked(path: str, name: str, value: Any, hint: Any) -> Any:
     if not fits:
         raise ConfigError(f"--config {path}: {name} is {value!r}; it must be of type {kind.__name__}.")
     return value
+
+
+def flags_table() -> str:
+    """docs/flags.md: `python -m zhilight.server.arguments > docs/flags.md`."""
+    lines = ["# Flags of `zhilight serve`", "",
+             "Made from the configuration classes by `python -m zhilight.server.arguments`. Booleans are `--x` or `--no-x`.",
+             "The names, with - or _, are also those of `--config FILE.yaml`, and the engine's those of `LLM(...)`."]
+    for config_class in (EngineConfig, ServerConfig):
+        lines += ["", f"## {config_class.__name__}", "", "| Flag | Default | Meaning |", "|---|---|---|"]
+        for option in fields(config_class):
+            aliases = [*option.metadata.get("aliases", ()), *option.metadata.get("negative_aliases", ())]
+            names = ", ".join(f"`{name}`" for name in ("--" + option.name.replace("_", "-"), *aliases))
+            default = option.default if option.default is not MISSING else (
+                " ".join(option.default_factory()) if option.default_factory is not MISSING else "required")
+            choices = option.metadata.get("choices")
+            meaning = option.metadata["help"] + (f" ({', '.join(map(str, choices))})" if choices else "")
+            lines.append(f"| {names} | {'' if default is None else default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(flags_table(), end="")

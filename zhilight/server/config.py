@@ -54,7 +54,7 @@ class ServerConfig:
         "--disable-access-log", "--disable-uvicorn-access-log"))
     log_level: str = _option("info", "log level", choices=("debug", "info", "warning", "error"),
                              aliases=("--uvicorn-log-level",))
-    max_body_mb: int = _option(64, "largest request body, in MiB; a larger one is answered 413")
+    max_body_mb: int = _option(32, "largest request body, in MiB; a larger one is answered 413")
     max_connections: int = _option(8192, "open connections; more are answered 503 and closed")
     header_timeout: float = _option(20.0, "seconds a new connection has to send its first request's headers")
     body_timeout: float = _option(60.0, "seconds a request's body may take to arrive")

@@ -31,7 +31,7 @@ from zhilight.server.openai.responses import (
     FunctionDelta,
     ToolCallDelta,
 )
-from zhilight.server.openai.sampling import check_common, make_sampling_params, output_budget
+from zhilight.server.openai.sampling import check_common, check_count, make_sampling_params, output_budget
 from zhilight.server.openai.serving import REQUEST_ID, SERVING, Serving
 from zhilight.server.openai.streaming import DONE, EventStream, json_response
 from zhilight.server.openai.structured import structured_output_of
@@ -90,6 +90,7 @@ def prepare(serving: Serving, body: ChatCompletionRequest) -> Job:
     """Validate, render and tokenize; runs in the thread pool. Raises RequestError or APIError."""
     refuse_unsupported(body)
     check_common(body)
+    check_count(serving, body, 1)
     if body.top_logprobs is not None:
         if not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")

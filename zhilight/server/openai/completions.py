@@ -18,14 +18,13 @@ from zhilight.server.openai.logprobs import CompletionLogprobsBuilder, TokenName
 from zhilight.server.openai.prompts import PreparedPrompt, text_prompts, truncate
 from zhilight.server.openai.protocol import CompletionRequest, refuse_unsupported
 from zhilight.server.openai.responses import Completion, CompletionChoice
-from zhilight.server.openai.sampling import check_common, make_sampling_params, output_budget
+from zhilight.server.openai.sampling import check_common, check_count, make_sampling_params, output_budget
 from zhilight.server.openai.serving import REQUEST_ID, SERVING, Serving
 from zhilight.server.openai.streaming import DONE, EventStream, json_response
 from zhilight.server.openai.structured import structured_output_of
 from zhilight.server.openai.usage import UsageCount
 
 DEFAULT_MAX_TOKENS = 16
-MAX_CHOICES = 4096
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ def prepare(serving: Serving, body: CompletionRequest) -> Job:
     check_common(body)
     prompts = text_prompts(serving, body.prompt, param="prompt",
                            add_special_tokens=True if body.add_special_tokens is None else body.add_special_tokens)
-    if len(prompts) * (body.n or 1) > MAX_CHOICES:
-        raise bad_request(f"{len(prompts)} prompts with n {body.n} make more than {MAX_CHOICES} choices.", "n")
+    check_count(serving, body, len(prompts))
     scored = bool(body.echo or body.prompt_logprobs is not None)
     discard = body.max_tokens == 0 and scored
     if body.max_tokens is not None and body.max_tokens < 1 and not discard:

@@ -23,6 +23,8 @@ from zhilight.server.openai.sampling import check_token_ids
 from zhilight.server.openai.serving import Serving
 
 MAX_PROMPTS = 2048
+_CHARACTERS_A_TOKEN = 8
+"""More than ordinary text has."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +159,19 @@ def text_prompts(serving: Serving, prompt: Prompt | None, *, add_special_tokens:
 
 
 def check_length(serving: Serving, text: str, param: str) -> None:
-    """Refuse a text that cannot fit before the tokenizer spends seconds on it."""
-    if len(text) > serving.longest_token * serving.max_model_len:
-        raise bad_request(f"This model's maximum context length is {serving.max_model_len} tokens; {param} has "
-                          f"{len(text)} characters, more than that many tokens can hold.", param, "context_length_exceeded")
+    """Refuse a text that cannot fit before the tokenizer spends seconds on it.
+
+    Either no tokens are long enough for it, or its beginning alone has more tokens than the context. (A cut changes the
+    tokens beside it, not those far away: the margin of 64 is wide.)
+    """
+    limit = serving.max_model_len
+    fits = len(text) <= serving.longest_token * limit
+    if fits and len(text) > 2 * _CHARACTERS_A_TOKEN * limit:
+        beginning = serving.tokenizer.encode(text[:_CHARACTERS_A_TOKEN * limit], add_special_tokens=False)
+        fits = len(beginning) <= limit + 64
+    if not fits:
+        raise bad_request(f"This model's maximum context length is {limit} tokens; {param} has {len(text)} characters, "
+                          "which are more tokens than that.", param, "context_length_exceeded")
 
 
 def encode_text(serving: Serving, text: str, *, add_special_tokens: bool, param: str) -> PreparedPrompt:

@@ -70,6 +70,15 @@ def check_common(request: SamplingFields) -> None:
         raise bad_request("request_id must have 1 to 128 printable ASCII characters.", "request_id")
 
 
+def check_count(serving: Serving, request: SamplingFields, prompts: int) -> None:
+    """Refuse more sequences than could ever wait in the engine: it would be busy for ever."""
+    sequences = prompts * max(request.n or 1, request.best_of or 1)
+    limit = serving.engine.config.max_waiting
+    if sequences > limit:
+        raise bad_request(f"{prompts} prompts with n {request.n or 1} make {sequences} sequences; the limit is {limit} "
+                          "(--max-waiting).", "n")
+
+
 def output_budget(serving: Serving, *, prompt_tokens: int, asked: int | None, default: int | None, param: str) -> int:
     """Tokens the request may generate. `default` None means what is left of the context."""
     limit = serving.max_model_len

@@ -66,6 +66,9 @@ class Server:
             listener = await loop.create_server(guard, sock=sock, ssl=tls, backlog=_BACKLOG)
         self._listeners.append(listener)
         await self.serving.in_pool(getattr, self.serving, "longest_token")
+        for what, parser in (("tool calls", self.serving.tool_parser), ("reasoning", self.serving.reasoning_parser)):
+            if parser is not None:
+                logger.info("%s are read by %s", what, parser.__name__)
 
     @property
     def address(self) -> str:
