@@ -114,14 +114,19 @@ class Case:
         torch.cuda.synchronize()
         width = self.num_heads * self.head_dim
         want, got = self.reference(), self.out[:, :width].float()
-        assert not got.isnan().any(), f"{self}: {int(got.isnan().any(1).sum())} of {len(got)} rows have NaN"
+        assert not got.isnan().any(), f"{int(got.isnan().any(1).sum())} of {len(got)} rows have NaN: {self}"
         error = (got - want).norm() / want.norm().clamp(min=1e-9)
         limit = 8e-3 if self.dtype is bfloat16 else 2e-3
         worst = (got - want).abs().max()
-        assert error < limit, f"{self}: relative error {error:.2e}, worst {worst:.3g}"
-        assert worst < 12 * limit * want.abs().max(), f"{self}: worst error {worst:.3g}"
+        assert error < limit, f"relative error {error:.2e}, worst {worst:.3g} at {_worst(got, want)}: {self}"
+        assert worst < 12 * limit * want.abs().max(), f"worst error {worst:.3g} at {_worst(got, want)}: {self}"
         if self.extra_columns:
             assert self.out[:, width:].isnan().all()
+
+
+def _worst(got: Any, want: Any) -> tuple[int, int]:
+    """(row, column) of the largest difference."""
+    return divmod(int((got - want).abs().argmax()), got.shape[1])
 
 
 __all__ = ["Case", "bfloat16", "float16", "torch"]

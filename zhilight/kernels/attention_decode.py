@@ -39,7 +39,6 @@ from zhilight.kernels.ptx import (
     cp_async_wait,
     exp2_approx,
     f32,
-    fence_gpu,
     grid_dependency_launch,
     grid_dependency_wait,
     i32,
@@ -51,6 +50,7 @@ from zhilight.kernels.ptx import (
     load_shared_f32,
     load_shared_f32x4,
     pack,
+    ptx,
     shared_address,
     store_global_f32x2,
     store_global_f32x4,
@@ -60,18 +60,19 @@ from zhilight.kernels.ptx import (
     store_shared_f32,
     u32,
     u64,
+    void,
 )
 from zhilight.kernels.runtime import Runtime
 
 MAX_SEQUENCES = 512
 """Sequences of one launch; more are several launches."""
-MERGED_PARTS = 8
+MERGED_PARTS = 12
 """Parts whose loads are in flight at once when a pair is added up."""
 
 
 @kernel_factory
 def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group: int, windowed: bool, capped: bool,
-                            overlap: bool, warps: int, stages: int, passes: int, min_blocks: int) -> Kernel:
+                            overlap: bool, warps: int, stages: int, passes: int, min_blocks: int, hint: int = 0) -> Kernel:
     """passes: column parts in which warps add up, to bound shared memory. min_blocks: blocks an SM to leave registers for."""
     D, P, G, W, STAGES, PASSES = head_dim, block_size, group, warps, stages, passes
     THREADS, TILE = 32 * W, 16 * W
@@ -96,6 +97,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
     multiply_values = values_mma(dtype, 1, 1, DT, STRIDE)
     pack_pair = pack(dtype)
     wait_stage = cp_async_wait(STAGES - 1)
+    copy = cp_async_16 if hint == 0 else ptx(f"cp.async.cg.shared.global.L2::{hint}B [$0], [$1], 16;", void, u32, u64)
 
     def row_loader(start, width):
         """Copies pieces start .. start + width of 16 rows with one warp."""
@@ -109,7 +111,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
             source += u64(row * i32(2 * D) + piece)
             if rows >= i32(16):
                 for i in range(16 // STEP):
-                    cp_async_16(into + u32(i * STEP * STRIDE), source + u64(i * STEP * 2 * D))
+                    copy(into + u32(i * STEP * STRIDE), source + u64(i * STEP * 2 * D))
             else:
                 for i in range(16 // STEP):
                     size = u32(16) if row + i32(i * STEP) < rows else u32(0)
@@ -182,6 +184,19 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                             pack_pair(o2 * factor, o3 * factor))
             index += i32(THREADS)
 
+    @cuda.jit(device=True)
+    def clear_padding(lens, out, out_stride, num_sequences, num_kv_heads, tid):
+        """Zeros for the rows without a context, shared out among the blocks."""
+        sequence = i32(cuda.blockIdx.x)
+        while sequence < num_sequences:
+            if i32(load_shared_b32(lens + u32(sequence * i32(4)))) <= i32(0):
+                index = tid
+                while index < num_kv_heads * i32(G * PIECES):
+                    store_global_v4(address(out) + u64(sequence) * u64(out_stride) * u64(2) + u64(index * i32(16)),
+                                    u32(0), u32(0), u32(0), u32(0))
+                    index += i32(THREADS)
+            sequence += i32(cuda.gridDim.x)
+
     @kernel(threads=THREADS, min_blocks=min_blocks, shared=SHARED, max_registers=255)
     def attention_decode(queries: Pointer(dtype), kv_cache: Pointer(dtype), tables: Pointer(int32),
                          context_lens: Pointer(int32), out: Pointer(dtype), parts_memory: Pointer(float32),
@@ -194,26 +209,14 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
         quad_row = lane // i32(4)
         quad_col = (lane % i32(4)) * i32(2)
         block_index = i32(cuda.blockIdx.x)
-        blocks = i32(cuda.gridDim.x)
         lens = memory + u32(LENS_OFFSET)
         if overlap:
             grid_dependency_launch()
-            grid_dependency_wait()
-
         index = tid
         while index < num_sequences:
             store_shared_b32(lens + u32(index * i32(4)), u32(context_lens[index]))
             index += i32(THREADS)
         cuda.syncthreads()
-        sequence = block_index
-        while sequence < num_sequences:
-            if i32(load_shared_b32(lens + u32(sequence * i32(4)))) <= i32(0):
-                index = tid
-                while index < num_kv_heads * i32(G * PIECES):
-                    store_global_v4(address(out) + u64(sequence) * u64(out_stride) * u64(2) + u64(index * i32(16)),
-                                    u32(0), u32(0), u32(0), u32(0))
-                    index += i32(THREADS)
-            sequence += blocks
 
         # the plan: tiles before each lane's run of sequences, and this block's share of all tiles
         run = (num_sequences + i32(31)) // i32(32)
@@ -227,12 +230,15 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
             below = cuda.shfl_up_sync(FULL_WARP, upto, step)
             if lane >= i32(step):
                 upto += below
-        total_tiles = cuda.shfl_sync(FULL_WARP, upto, 31) * num_kv_heads
-        blocks = min(blocks, total_tiles)
+        total_tiles = u32(cuda.shfl_sync(FULL_WARP, upto, 31) * num_kv_heads)
+        blocks = min(i32(cuda.gridDim.x), i32(total_tiles))
         if block_index >= blocks:
+            if overlap:
+                grid_dependency_wait()
+            clear_padding(lens, out, out_stride, num_sequences, num_kv_heads, tid)
             return
-        begin = i32(i64(block_index) * i64(total_tiles) // i64(blocks))
-        remaining = i32(i64(block_index + i32(1)) * i64(total_tiles) // i64(blocks)) - begin
+        begin = i32(u32(u32(block_index) * total_tiles) // u32(blocks))
+        remaining = i32(u32(u32(block_index + i32(1)) * total_tiles) // u32(blocks)) - begin
         source_lane = i32(cuda.ffs(cuda.ballot_sync(FULL_WARP, begin < upto * num_kv_heads))) - i32(1)
         sequence = source_lane * run
         before = cuda.shfl_sync(FULL_WARP, upto - mine, source_lane)
@@ -244,7 +250,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
             length = i32(load_shared_b32(lens + u32(sequence * i32(4))))
             tiles = count_tiles(length, window)
         tile = begin - before * num_kv_heads
-        head = tile // tiles
+        head = i32(u32(tile) // u32(tiles))
         tile -= head * tiles
         pair_begin = begin - tile                           # number of the pair's first tile
 
@@ -274,6 +280,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
             for e in range(4):
                 s[0, n, e] = f32(0)
         fresh = True
+        waited = not overlap
         stage = i32(0)
         slot = i32(0)                                       # a block has at most two parts: its first pair's and its last's
 
@@ -281,6 +288,10 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
             # fill the ring; from the second turn on, the stage that was read in the turn before
             while ahead < i32(STAGES):
                 if to_load > i32(0):
+                    if overlap:
+                        if not waited and load_tile == load_tiles - i32(1):
+                            grid_dependency_wait()          # only a context's last key is of this step
+                            waited = True
                     key = (first_tile(load_length, window) + load_tile) * i32(TILE) + warp * i32(16)
                     if load_tile < table_base or load_tile >= table_base + i32(32):
                         table_base = load_tile
@@ -319,6 +330,10 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
 
             if fresh:
                 fresh = False
+                if overlap:
+                    if not waited:
+                        grid_dependency_wait()
+                        waited = True
                 q_from = address(queries) + (u64(sequence) * u64(query_stride) + u64(head * i32(G * D) + quad_col)) * u64(2)
                 for h in range(ROW_HALVES):
                     row = quad_row + i32(8 * h)
@@ -389,8 +404,8 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                     at = memory + u32(SUMS_OFFSET) + u32((warp * i32(16) + quad_row + i32(8 * h)) * i32(8))
                     store_shared_f32(at, top[h] * scale_log2)
                     store_shared_f32(at + u32(4), sum_)
-            first_block = i32((i64(pair_begin + i32(1)) * i64(blocks) - i64(1)) // i64(total_tiles))
-            last_block = i32((i64(pair_begin + tiles) * i64(blocks) - i64(1)) // i64(total_tiles))
+            first_block = i32(u32(u32(pair_begin + i32(1)) * u32(blocks) - u32(1)) // total_tiles)
+            last_block = i32(u32(u32(pair_begin + tiles) * u32(blocks) - u32(1)) // total_tiles)
             parts = last_block - first_block + i32(1)
             part_to = address(parts_memory) + u64((block_index * i32(2) + slot) * i32(SLOT)) * u64(4)
             o_to = address(out) + (u64(sequence) * u64(out_stride) + u64(head * i32(G * D))) * u64(2)
@@ -440,17 +455,15 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                 cuda.syncthreads()
 
             if parts > i32(1):
-                fence_gpu()
-                cuda.syncthreads()
+                # the barrier and one thread's release make the whole block's part visible, and its acquire the others'
                 if tid == i32(0):
                     arrived = atomic_inc_acq_rel_u32(address(counters) + u64((sequence * num_kv_heads + head) * i32(4)),
                                                      u32(parts - i32(1)))
                     store_shared_b32(memory + u32(FLAG_OFFSET), arrived)
                 cuda.syncthreads()
                 if i32(load_shared_b32(memory + u32(FLAG_OFFSET))) == parts - i32(1):
-                    fence_gpu()
                     # the pair is its first block's last part, unless it began there; it is the first part of the others
-                    opens = i64(first_block) * i64(total_tiles) // i64(blocks) >= i64(pair_begin)
+                    opens = i32(u32(u32(first_block) * total_tiles) // u32(blocks)) >= pair_begin
                     merge_parts(address(parts_memory), o_to, first_block, parts, opens, tid)
             slot = i32(1)
             fresh = True
@@ -464,6 +477,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                     sequence += i32(1)
                     length = i32(load_shared_b32(lens + u32(sequence * i32(4))))
                     tiles = count_tiles(length, window)
+        clear_padding(lens, out, out_stride, num_sequences, num_kv_heads, tid)
 
     return attention_decode
 
@@ -498,13 +512,18 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
                          f"{block_tables.shape[0]}, context_lens {context_lens.shape[0]}.")
     overlap = overlap and runtime.capability[0] >= 9
     group = num_heads // num_kv_heads
+    waves = 1
+    hint = 0
+    if shape and len(shape) > 4:
+        *shape, waves, hint = shape
     warps, stages, passes, blocks = shape or tiling(head_dim, group, SHARED_LIMITS.get(runtime.capability[:2], 100 << 10))
     kernel = attention_decode_kernel(qkv.dtype, head_dim, block_size, group, window is not None, soft_cap is not None, overlap,
-                                     warps, stages, passes, blocks)
+                                     warps, stages, passes, blocks, hint)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
     for first in range(0, num_sequences, MAX_SEQUENCES):
         count = min(MAX_SEQUENCES, num_sequences - first)
-        grid = min(runtime.multiprocessors * blocks, max(1, count * num_kv_heads * -(-max_context_len // (16 * warps))))
+        tiles = max(1, count * num_kv_heads * -(-max_context_len // (16 * warps)))
+        grid = min(runtime.multiprocessors * blocks * waves, tiles, (1 << 32) // tiles - 1)   # block * tiles is 32 bits
         parts = runtime.scratch(grid * 2 * (group * head_dim + 2 * group) * 4)
         counters = runtime.counters(count * num_kv_heads)
         kernel.launch(grid, qkv.address + first * qkv.strides[0] * 2, kv_cache,

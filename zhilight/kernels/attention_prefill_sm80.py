@@ -120,27 +120,27 @@ def prefill_sm80_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                      scale_log2: f32, cap_inner: f32, window: i32):
         memory = shared_address(cuda.shared.array(0, numba_types.uint8))
         tid = i32(cuda.threadIdx.x)
-        lane = tid % i32(32)
-        warp = tid // i32(32)
-        quad_row = lane // i32(4)
-        quad_col = (lane % i32(4)) * i32(2)
+        lane = i32(tid & i32(31))
+        warp = i32(tid >> i32(5))
+        quad_row = i32(lane >> i32(2))
+        quad_col = i32((lane & i32(3)) * i32(2))
         if overlap:
             grid_dependency_launch()
             grid_dependency_wait()
 
         block_index = i32(cuda.blockIdx.x)
-        head = block_index % num_heads
+        head = i32(block_index % num_heads)
         sequence, from_end, tiles = find_tile(query_start, first_sequence, num_sequences, block_index // num_heads, i32(BM),
                                               lane)
         if sequence < i32(0):
             return
         row0 = query_start[sequence]
-        length = query_start[sequence + i32(1)] - row0
+        length = i32(query_start[sequence + i32(1)] - row0)
         context = context_lens[sequence]
-        q0 = (tiles - i32(1) - from_end) * i32(BM)          # first query of the tile, in the sequence
-        position0 = context - length + q0                   # and its position in the context
-        valid = min(length - q0, i32(BM))
-        kv_head = head // (num_heads // num_kv_heads)
+        q0 = i32((tiles - i32(1) - from_end) * i32(BM))     # first query of the tile, in the sequence
+        position0 = i32(context - length + q0)              # and its position in the context
+        valid = i32(min(length - q0, i32(BM)))
+        kv_head = i32(head // (num_heads // num_kv_heads))
 
         # queries, 16 bytes a thread; rows past the end are zeros
         q_from = address(queries) + (u64(row0 + q0) * u64(query_stride) + u64(head) * u64(D)) * u64(2)
@@ -155,10 +155,10 @@ def prefill_sm80_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
             cp_async_16_zfill(memory + u32(row * i32(STRIDE) + chunk * i32(16)), source, size)
 
         end_key = min(context, position0 + valid)
-        tile = (end_key + i32(BN - 1)) // i32(BN) - i32(1)
+        tile = i32((end_key + i32(BN - 1)) // i32(BN) - i32(1))
         first_tile = i32(0)
         if windowed:
-            first_tile = max(i32(0), position0 - window + i32(1)) // i32(BN)
+            first_tile = i32(max(i32(0), position0 - window + i32(1)) // i32(BN))
         head_bytes = u64(P * D * 2)
         value_bytes = u64(num_kv_heads) * head_bytes
         block_bytes = u64(2) * value_bytes
@@ -188,13 +188,13 @@ def prefill_sm80_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
             for d in range(DT):
                 for e in range(4):
                     acc[m, d, e] = f32(0)
-        warp_row = position0 + warp * i32(ROWS)
+        warp_row = i32(position0 + warp * i32(ROWS))
         if context <= i32(0):
-            tile = first_tile - i32(1)
+            tile = i32(first_tile - i32(1))
             wait_copies()
 
         while tile >= first_tile:
-            first_key = tile * i32(BN)
+            first_key = i32(tile * i32(BN))
             wait_copies()
             cuda.syncthreads()
             load_keys(v_memory, v_from, block_bytes, tables, table_row, first_key, context, tid)
@@ -219,13 +219,13 @@ def prefill_sm80_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
             if masked:
                 for m in range(MT):
                     for h in range(2):
-                        row = warp_row + i32(16 * m + 8 * h) + quad_row
+                        row = i32(warp_row + i32(16 * m + 8 * h) + quad_row - first_key - quad_col)
+                        low = i32(row - window)
                         for n in range(NT):
                             for e in range(2):
-                                key = first_key + i32(8 * n + e) + quad_col
-                                hidden = key > row
+                                hidden = i32(8 * n + e) > row
                                 if windowed:
-                                    hidden = hidden or key <= row - window
+                                    hidden = hidden or i32(8 * n + e) <= low
                                 if hidden:
                                     s[m, n, 2 * h + e] = f32(HIDDEN)
 
@@ -251,7 +251,7 @@ def prefill_sm80_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                         acc[m, d, 2 * h + 1] *= shrink
 
             multiply_values(acc, s, v_lane)
-            tile -= i32(1)
+            tile = i32(tile - i32(1))
 
         # a warp stages its own rows in its part of the Q tile, so that rows leave as 16-byte stores
         cuda.syncthreads()

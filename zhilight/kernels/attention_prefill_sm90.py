@@ -74,6 +74,7 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
     HALVES = -(-D // 64)                                    # of 64 columns; the last one's rest is zeros
     STEPS, PIECES = D // 16, D // 8
     SCORES, VALUES, WEIGHTS = BN // 2, D // 2, BN // 4      # registers of a thread
+    LOG_STAGES, LOG_POSTS = STAGES.bit_length() - 1, POSTS.bit_length() - 1
     PAGE_ROWS = min(P, BN)                                  # rows of a page in one tile
     PAGES = BN // PAGE_ROWS
     COPIES = PAGES * HALVES                                 # lanes that copy
@@ -105,10 +106,10 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
     def post_ticket(memory, ticket, number, tickets, query_start, context_lens, first_sequence, num_sequences, num_heads,
                     window, lane):
         """Decode a ticket and post it as entry `number`; (sequence, head, context, first tile, last tile)."""
-        slot = u32(number % i32(POSTS))
-        mbarrier_wait(memory + u32(POST_EMPTY) + slot * u32(8), (u32(number // i32(POSTS)) & u32(1)) ^ u32(1))
+        slot = u32(number & i32(POSTS - 1))
+        mbarrier_wait(memory + u32(POST_EMPTY) + slot * u32(8), (u32(number >> i32(LOG_POSTS)) & u32(1)) ^ u32(1))
         at = memory + u32(POST) + slot * u32(4 * POST_WORDS)
-        head = ticket % num_heads
+        head = i32(ticket % num_heads)
         sequence = i32(-1)
         from_end = i32(0)
         tiles = i32(0)
@@ -120,15 +121,15 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
         last = i32(-1)
         if sequence >= i32(0):
             start = query_start[sequence]
-            length = query_start[sequence + i32(1)] - start
+            length = i32(query_start[sequence + i32(1)] - start)
             context = context_lens[sequence]
-            row = (tiles - i32(1) - from_end) * i32(BM)
-            position = context - length + row
-            valid = min(length - row, i32(BM))
+            row = i32((tiles - i32(1) - from_end) * i32(BM))
+            position = i32(context - length + row)
+            valid = i32(min(length - row, i32(BM)))
             if context > i32(0):
-                last = (min(context, position + valid) + i32(BN - 1)) // i32(BN) - i32(1)
+                last = i32((min(context, position + valid) + i32(BN - 1)) // i32(BN) - i32(1))
                 if windowed:
-                    first = max(i32(0), position - window + i32(1)) // i32(BN)
+                    first = i32(max(i32(0), position - window + i32(1)) // i32(BN))
             if lane == i32(0):
                 store_shared_v4(at, u32(start + row), u32(valid), u32(position), u32(context))
                 store_shared_v4(at + u32(16), u32(first), u32(last), u32(head), u32(0))
@@ -157,8 +158,8 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                      num_kv_heads: i32, tickets: i32, scale_log2: f32, cap_inner: f32, window: i32):
         memory = (shared_address(cuda.shared.array(0, numba_types.uint8)) + u32(1023)) & u32(0xFFFFFC00)
         tid = i32(cuda.threadIdx.x)
-        lane = tid & i32(31)
-        group = tid >> i32(7)
+        lane = i32(tid & i32(31))
+        group = i32(tid >> i32(7))
         if tid == i32(0):
             for s in range(STAGES):
                 mbarrier_init(memory + u32(K_FULL + 8 * s), u32(1))
@@ -184,8 +185,8 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                 sequence, head, context, first, last = post_ticket(
                     memory, ticket, number, tickets, query_start, context_lens, first_sequence, num_sequences, num_heads,
                     window, lane)
-                page_lane = lane // i32(HALVES)
-                column = (lane % i32(HALVES)) * i32(64)
+                page_lane = i32(lane // i32(HALVES))
+                column = i32((lane % i32(HALVES)) * i32(64))
                 into = u32(lane % i32(HALVES) * i32(KV_HALF) + page_lane * i32(PAGE_ROWS * 128))
                 while sequence >= i32(0):
                     next_sequence = i32(-1)
@@ -193,9 +194,9 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                     next_context = i32(0)
                     next_first = i32(0)
                     next_last = i32(-1)
-                    kv_head = head // (num_heads // num_kv_heads)
+                    kv_head = i32(head // (num_heads // num_kv_heads))
                     table_row = i64(sequence) * i64(table_stride)
-                    steps = last - first + i32(1)
+                    steps = i32(last - first + i32(1))
                     row = i32(0)
                     value_row = i32(0)
                     step = i32(0)
@@ -203,15 +204,15 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                         # V of the tile before last, then K of this one
                         if step < steps:
                             value_row_next = row
-                            key = (last - step) * i32(BN) + page_lane * i32(PAGE_ROWS)
-                            key = min(key, context - i32(1))
+                            key = i32((last - step) * i32(BN) + page_lane * i32(PAGE_ROWS))
+                            key = i32(min(key, context - i32(1)))
                             block = tables[table_row + i64(key // i32(P))]
                             offset = i32(0)
                             if P > BN:
-                                offset = (last - step) * i32(BN) % i32(P)
-                            row = (block * i32(2) * num_kv_heads + kv_head) * i32(P) + offset
-                            stage = u32((loaded + step) % i32(STAGES))
-                            turn = u32((loaded + step) // i32(STAGES)) & u32(1)
+                                offset = i32((last - step) * i32(BN) % i32(P))
+                            row = i32((block * i32(2) * num_kv_heads + kv_head) * i32(P) + offset)
+                            stage = u32(loaded + step) & u32(STAGES - 1)
+                            turn = u32((loaded + step) >> i32(LOG_STAGES)) & u32(1)
                             mbarrier_wait(memory + u32(K_EMPTY) + stage * u32(8), turn ^ u32(1))
                             bar = memory + u32(K_FULL) + stage * u32(8)
                             if lane == i32(0):
@@ -223,8 +224,8 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                         else:
                             value_row = row
                         if step > i32(0):
-                            stage = u32((loaded + step - i32(1)) % i32(STAGES))
-                            turn = u32((loaded + step - i32(1)) // i32(STAGES)) & u32(1)
+                            stage = u32(loaded + step - i32(1)) & u32(STAGES - 1)
+                            turn = u32((loaded + step - i32(1)) >> i32(LOG_STAGES)) & u32(1)
                             mbarrier_wait(memory + u32(V_EMPTY) + stage * u32(8), turn ^ u32(1))
                             bar = memory + u32(V_FULL) + stage * u32(8)
                             if lane == i32(0):
@@ -238,13 +239,13 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                             drawn = i32(0)
                             if lane == i32(0):
                                 drawn = i32(atomic_inc_acq_rel_u32(address(counter), u32(tickets - i32(1))))
-                            ticket = i32(cuda.shfl_sync(FULL_WARP, drawn, 0)) + i32(cuda.gridDim.x)
-                            number += i32(1)
+                            ticket = i32(cuda.shfl_sync(FULL_WARP, drawn, 0) + i32(cuda.gridDim.x))
+                            number = i32(number + i32(1))
                             next_sequence, next_head, next_context, next_first, next_last = post_ticket(
                                 memory, ticket, number, tickets, query_start, context_lens, first_sequence, num_sequences,
                                 num_heads, window, lane)
-                        step += i32(1)
-                    loaded += steps
+                        step = i32(step + i32(1))
+                    loaded = i32(loaded + steps)
                     sequence = next_sequence
                     head = next_head
                     context = next_context
@@ -252,10 +253,10 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                     last = next_last
         else:
             more_registers()
-            thread = tid & i32(127)
-            warp = thread >> i32(5)
-            quad_row = lane >> i32(2)
-            quad_col = (lane & i32(3)) * i32(2)
+            thread = i32(tid & i32(127))
+            warp = i32(thread >> i32(5))
+            quad_row = i32(lane >> i32(2))
+            quad_col = i32((lane & i32(3)) * i32(2))
             s = cuda.local.array(SCORES, numba_types.float32)
             acc = cuda.local.array(VALUES, numba_types.float32)
             weights = cuda.local.array(WEIGHTS, numba_types.uint32)
@@ -273,9 +274,9 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
             used = i32(0)                                   # tiles of K and V so far
             mbarrier_wait(memory + u32(POST_FULL), u32(0))
             at = memory + u32(POST)
-            row0 = i32(load_shared_b32(at)) + group * i32(64)
-            valid = i32(load_shared_b32(at + u32(4))) - group * i32(64)
-            position = i32(load_shared_b32(at + u32(8))) + group * i32(64)
+            row0 = i32(i32(load_shared_b32(at)) + group * i32(64))
+            valid = i32(i32(load_shared_b32(at + u32(4))) - group * i32(64))
+            position = i32(i32(load_shared_b32(at + u32(8))) + group * i32(64))
             context = i32(load_shared_b32(at + u32(12)))
             first = i32(load_shared_b32(at + u32(16)))
             last = i32(load_shared_b32(at + u32(20)))
@@ -289,46 +290,46 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                 fence_async_shared()
                 named_barrier(u32(4) + u32(group), u32(128))
                 if thread == i32(0):
-                    mbarrier_arrive(memory + u32(POST_EMPTY) + u32(number % i32(POSTS)) * u32(8))
-                number += i32(1)
+                    mbarrier_arrive(memory + u32(POST_EMPTY) + u32(number & i32(POSTS - 1)) * u32(8))
+                number = i32(number + i32(1))
                 clear_values(acc)
                 for h in range(2):
                     top[h] = f32(LOWEST)
                     total[h] = f32(0)
-                row = position + warp * i32(16) + quad_row          # position of row g; row g + 8 follows
+                row = i32(position + warp * i32(16) + quad_row)          # position of row g; row g + 8 follows
                 tile = last
                 if tile >= first:
-                    stage = used % i32(STAGES)
-                    mbarrier_wait(memory + u32(K_FULL) + u32(stage * i32(8)), u32(used // i32(STAGES)) & u32(1))
+                    stage = i32(used & i32(STAGES - 1))
+                    mbarrier_wait(memory + u32(K_FULL) + u32(stage * i32(8)), u32(used >> i32(LOG_STAGES)) & u32(1))
                     issue_scores(s, q_desc, k_desc + u64(stage * i32(TILE_BYTES >> 4)))
                     scores_done(s)
                     if thread == i32(0):
                         mbarrier_arrive(memory + u32(K_EMPTY) + u32(stage * i32(8)))
                     if capped:
                         cap_scores(s, cap_inner)
-                    last_column = row - tile * i32(BN) - quad_col
-                    mask_scores(s, last_column, last_column + i32(8), window)
+                    last_column = i32(row - tile * i32(BN) - quad_col)
+                    mask_scores(s, last_column, i32(last_column + i32(8)), window)
                     softmax_step(s, top, total, scale_log2)
                     pack_weights(weights, s)
                     if (tile + i32(1)) * i32(BN) > context:
                         # rows of V past the context may hold anything: zeros instead
-                        mbarrier_wait(memory + u32(V_FULL) + u32(stage * i32(8)), u32(used // i32(STAGES)) & u32(1))
-                        fill = context - tile * i32(BN) + (thread >> i32(3))
+                        mbarrier_wait(memory + u32(V_FULL) + u32(stage * i32(8)), u32(used >> i32(LOG_STAGES)) & u32(1))
+                        fill = i32(context - tile * i32(BN) + (thread >> i32(3)))
                         while fill < i32(BN):
                             for half in range(HALVES):
                                 store_shared_v4(memory + u32(V_OFFSET + half * KV_HALF) + u32(stage * i32(TILE_BYTES))
                                                 + u32(fill * i32(128) + (thread & i32(7)) * i32(16)),
                                                 u32(0), u32(0), u32(0), u32(0))
-                            fill += i32(16)
+                            fill = i32(fill + i32(16))
                         fence_async_shared()
                         named_barrier(u32(4) + u32(group), u32(128))
-                    tile -= i32(1)
+                    tile = i32(tile - i32(1))
                     while tile >= first:
                         old = stage
-                        old_turn = u32(used // i32(STAGES)) & u32(1)
-                        used += i32(1)
-                        stage = used % i32(STAGES)
-                        mbarrier_wait(memory + u32(K_FULL) + u32(stage * i32(8)), u32(used // i32(STAGES)) & u32(1))
+                        old_turn = u32(used >> i32(LOG_STAGES)) & u32(1)
+                        used = i32(used + i32(1))
+                        stage = i32(used & i32(STAGES - 1))
+                        mbarrier_wait(memory + u32(K_FULL) + u32(stage * i32(8)), u32(used >> i32(LOG_STAGES)) & u32(1))
                         if GROUPS == 2:
                             named_barrier(u32(1) + u32(group), u32(256))
                         issue_scores(s, q_desc, k_desc + u64(stage * i32(TILE_BYTES >> 4)))
@@ -345,16 +346,16 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                         if windowed:
                             masked = masked or tile * i32(BN) <= position + i32(63) - window
                         if masked:
-                            last_column = row - tile * i32(BN) - quad_col
-                            mask_scores(s, last_column, last_column + i32(8), window)
+                            last_column = i32(row - tile * i32(BN) - quad_col)
+                            mask_scores(s, last_column, i32(last_column + i32(8)), window)
                         shrink = softmax_step(s, top, total, scale_log2)
                         values_ready(acc, weights)
                         if thread == i32(0):
                             mbarrier_arrive(memory + u32(V_EMPTY) + u32(old * i32(8)))
                         scale_values(acc, shrink[0], shrink[1])
                         pack_weights(weights, s)
-                        tile -= i32(1)
-                    mbarrier_wait(memory + u32(V_FULL) + u32(stage * i32(8)), u32(used // i32(STAGES)) & u32(1))
+                        tile = i32(tile - i32(1))
+                    mbarrier_wait(memory + u32(V_FULL) + u32(stage * i32(8)), u32(used >> i32(LOG_STAGES)) & u32(1))
                     issue_values(acc, weights, v_desc + u64(stage * i32(TILE_BYTES >> 4)))
 
                 # Q is free: the next one comes while the last product runs and the output leaves
@@ -362,12 +363,12 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                 out_valid = valid
                 out_head = head
                 has_keys = last >= first
-                slot = u32(number % i32(POSTS))
-                mbarrier_wait(memory + u32(POST_FULL) + slot * u32(8), u32(number // i32(POSTS)) & u32(1))
+                slot = u32(number & i32(POSTS - 1))
+                mbarrier_wait(memory + u32(POST_FULL) + slot * u32(8), u32(number >> i32(LOG_POSTS)) & u32(1))
                 at = memory + u32(POST) + slot * u32(4 * POST_WORDS)
-                row0 = i32(load_shared_b32(at)) + group * i32(64)
-                valid = i32(load_shared_b32(at + u32(4))) - group * i32(64)
-                position = i32(load_shared_b32(at + u32(8))) + group * i32(64)
+                row0 = i32(i32(load_shared_b32(at)) + group * i32(64))
+                valid = i32(i32(load_shared_b32(at + u32(4))) - group * i32(64))
+                position = i32(i32(load_shared_b32(at + u32(8))) + group * i32(64))
                 context = i32(load_shared_b32(at + u32(12)))
                 first = i32(load_shared_b32(at + u32(16)))
                 last = i32(load_shared_b32(at + u32(20)))
@@ -379,8 +380,8 @@ def prefill_sm90_kernel(dtype: DType, head_dim: int, block_size: int, windowed: 
                 values_ready(acc, weights)                          # on every path: the assembler must see it
                 if has_keys:
                     if thread == i32(0):
-                        mbarrier_arrive(memory + u32(V_EMPTY) + u32(used % i32(STAGES)) * u32(8))
-                    used += i32(1)
+                        mbarrier_arrive(memory + u32(V_EMPTY) + u32(used & i32(STAGES - 1)) * u32(8))
+                    used = i32(used + i32(1))
                 for h in range(2):
                     sum_ = total[h]
                     sum_ += cuda.shfl_xor_sync(FULL_WARP, sum_, 1)
