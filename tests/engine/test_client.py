@@ -236,18 +236,19 @@ def test_the_engine_ends_with_its_parent(folder):
     script = ("import asyncio\nfrom zhilight import AsyncEngine, EngineConfig\n"
               f"config = EngineConfig({str(folder)!r}, device='cpu', num_kv_blocks=64)\n"
               "async def main():\n    engine = await AsyncEngine.start(config)\n"
-              "    print(engine.pid, flush=True)\n    await asyncio.sleep(60)\nasyncio.run(main())\n")
+              "    print(engine.pid, engine._process.folder, flush=True)\n    await asyncio.sleep(60)\nasyncio.run(main())\n")
     root = str(Path(__file__).resolve().parents[2])
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root})
-    pid = int(parent.stdout.readline())
+    pid, sockets = parent.stdout.readline().decode().split()
     assert Path(f"/proc/{pid}").exists()
     parent.kill()
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 2
-    while _runs(pid) and time.monotonic() < deadline:
+    while _runs(int(pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not _runs(pid)
+    assert not _runs(int(pid))
+    assert not Path(sockets).exists()
 
 
 async def test_an_idle_engine_sleeps_and_wakes_at_once(engine):

@@ -167,7 +167,7 @@ def main(folder: str) -> int:
     """Serve until told to stop; the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), name="parent", daemon=True).start()
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inbox.rcvhwm = outbox.sndhwm = 0
@@ -197,10 +197,11 @@ def main(folder: str) -> int:
         context.term()
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     """Standard input is a pipe from the parent: it ends when the parent does, however that happens."""
     while os.read(0, 4096):
         pass
+    shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
     os._exit(1)
 
 
