@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 import pydantic
 import pytest
@@ -50,14 +51,14 @@ async def test_langchain(start: Start) -> None:
     assert await model.with_structured_output(City).ainvoke("x") == City(name="Oslo", people=7)
 
 
-async def test_schemathesis(start: Start) -> None:
+async def test_schemathesis(start: Start, tmp_path: Path) -> None:
     """Requests made from /openapi.json: no 5xx, only documented statuses, answers as their schemas say."""
     pytest.importorskip("schemathesis")
     running = await start()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "schemathesis.cli", "run", running.url + "/openapi.json", "--max-examples", "20", "--no-color",
         "--checks", "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=tmp_path)
     output, _ = await process.communicate()
     assert process.returncode == 0, output.decode()[-4000:]
     assert b"passed" in output
