@@ -27,6 +27,7 @@ from zhilight.kernels.ptx import (
     u32,
     u64,
 )
+from zhilight.kernels.vector import warp_sum
 
 CHUNK = 4096
 """Vocabulary entries of one block."""
@@ -39,6 +40,7 @@ BINS = 256
 """Of one digit of a radix selection."""
 COARSE = THREADS
 """Bins of the survey's histogram."""
+PER_LANE = COARSE // 32
 LOG2_E = 1.4426950408889634
 WEIGHT_BITS = 31
 NEGATIVE_INFINITY = 0xFF800000
@@ -46,8 +48,8 @@ NEGATIVE_INFINITY = 0xFF800000
 
 @cuda.jit(device=True, forceinline=True)
 def ordered_key(value):
-    """float32 -> uint32 of the same order (NaN above infinity)."""
-    bits = bits_of_float(value)
+    """float32 -> uint32 of the same order (NaN above infinity, -0 is 0)."""
+    bits = bits_of_float(value + f32(0))
     return bits ^ (u32(0xFFFFFFFF) if bits >> u32(31) else u32(0x80000000))
 
 
@@ -156,42 +158,49 @@ def survey_kernel(vocab_size: int, stride: int) -> Kernel:
             bin_counts[thread] = row_counts[row * i64(COARSE) + i64(thread)]
             row_counts[row * i64(COARSE) + i64(thread)] = u32(0)
             cuda.syncthreads()
-            if thread == i32(0):
-                last = i32(COARSE - 1)     # the last bin that may hold something kept
-                if not filters:
-                    cutoffs[row] = float_of_bits(u32(NEGATIVE_INFINITY))
-                    if min_p[row] > f32(0):  # a little below, for the approximate logarithm
-                        cutoffs[row] = maximum - heat * min(f32(range_), f32(0.01) - log2_approx(min_p[row]) / f32(LOG2_E))
-                    return
-                if k > i32(0) and k < i32(vocab_size):
-                    count = u32(0)
-                    last = i32(0)
-                    while last < i32(COARSE - 1) and count + bin_counts[last] < u32(k):
-                        count += bin_counts[last]
-                        last += i32(1)
-                if top_p[row] < f32(1):
-                    # Bounds by counts: what is in a bin weighs at most what its top does, and at least what its end does.
-                    # Of what top_k keeps there may be less than the total here, so the true edge is not below this one.
+            if thread < i32(32):
+                low = f32(0)           # the logit's distance from the largest, over temperature, below which nothing is kept
+                if filters:
+                    # one warp, PER_LANE bins a lane: where the count reaches k, or a lower bound of the mass top_p of it.
+                    # (After top_k, top_p is of what top_k keeps, all of which the draw must see.)
                     width = f32(-range_ / COARSE * LOG2_E)
-                    total = f32(0)
-                    for b in range(last + i32(1)):
-                        total += f32(bin_counts[b]) * exp2_approx(f32(b) * width)
-                    if last == i32(COARSE - 1):  # no top_k: the total is known exactly
+                    by_count = k > i32(0) and k < i32(vocab_size)
+                    want = f32(k)
+                    if not by_count:
                         total = f32(0)
-                        for c in range(chunks):
+                        c = thread
+                        while c < i32(chunks):
                             total += f32(masses[row * i64(chunks) + i64(c)])
-                        total = total * f32(1.00001 / (1 << WEIGHT_BITS))
-                    want = total * top_p[row]
-                    running = f32(0)
-                    b = i32(0)
-                    while b < last:
-                        running += f32(bin_counts[b]) * exp2_approx(f32(b + i32(1)) * width)
+                            c += i32(32)
+                        total = warp_sum(total)
+                        want = total * f32(1.00001 / (1 << WEIGHT_BITS)) * top_p[row]
+                    amounts = cuda.local.array(PER_LANE, types.float32)
+                    own = f32(0)
+                    for i in range(PER_LANE):
+                        place = thread * i32(PER_LANE) + i32(i)
+                        amounts[i] = f32(bin_counts[place])
+                        if not by_count:
+                            amounts[i] = amounts[i] * exp2_approx(f32(place + i32(1)) * width)
+                        own += amounts[i]
+                    running = own
+                    for step in (1, 2, 4, 8, 16):
+                        other = cuda.shfl_up_sync(u32(FULL_WARP), running, step)
+                        if thread >= i32(step):
+                            running += other
+                    running -= own
+                    last = i32(COARSE - 1)
+                    for i in range(PER_LANE):
+                        running += amounts[i]
                         if running >= want:
-                            break
-                        b += i32(1)
-                    last = b
-                # a bin further, for the rounding of the division that found the bins
-                cutoffs[row] = maximum - heat * (f32(last + i32(2)) * f32(range_ / COARSE))
+                            last = min(last, thread * i32(PER_LANE) + i32(i))
+                    for step in (16, 8, 4, 2, 1):
+                        last = min(last, cuda.shfl_xor_sync(u32(FULL_WARP), last, step))
+                    # a bin further, for the rounding of the division that found the bins
+                    low = f32(last + i32(2)) * f32(range_ / COARSE)
+                elif min_p[row] > f32(0):  # a little below, for the approximate logarithm
+                    low = min(f32(range_), f32(0.01) - log2_approx(min_p[row]) / f32(LOG2_E))
+                if thread == i32(0):
+                    cutoffs[row] = maximum - heat * low if low > f32(0) else float_of_bits(u32(NEGATIVE_INFINITY))
 
     return survey
 
@@ -262,18 +271,20 @@ def draw_kernel(vocab_size: int, stride: int) -> Kernel:
     warps = DRAW_THREADS // 32
 
     @cuda.jit(device=True)
-    def select(candidates, counts, row, want, by_mass, low_key, maximum, factor, histogram, chosen):
+    def select(candidates, counts, row, want, by_mass, low_key, base, span, maximum, factor, histogram, chosen):
         """The key at which the running count (or mass) from the top reaches `want`, among candidates with key >= low_key.
 
-        -> (key, count or mass strictly above it). Four passes of 8 bits from the top.
+        -> (key, count or mass strictly above it). Keys lie in base .. base + span: passes of 8 bits from the span's top, so
+        that the first one already spreads the candidates.
         """
         thread = i32(cuda.threadIdx.x)
         lane = thread % i32(32)
+        remaining = i32(32) - i32(cuda.clz(span))
         prefix = u32(0)
         above = u64(0)
-        for digit in range(4):
-            shift = u32(24 - 8 * digit)
-            known = u64(32 - 8 * digit)
+        while remaining > i32(0):
+            shift = max(remaining - i32(8), i32(0))
+            mask = (u32(1) << u32(remaining - shift)) - u32(1)
             if thread < i32(BINS):
                 histogram[thread] = u64(0)
             cuda.syncthreads()
@@ -283,11 +294,12 @@ def draw_kernel(vocab_size: int, stride: int) -> Kernel:
                 j = lane
                 while j < count:
                     key = u32(candidates[(row * i64(chunks) + i64(c)) * i64(CHUNK) + i64(j)] >> u64(32))
-                    if key >= low_key and (u64(key) >> known) == (u64(prefix) >> known):
+                    distance = u64(key - base)
+                    if key >= low_key and (distance >> u64(remaining)) == (u64(prefix) >> u64(remaining)):
                         amount = u64(1)
                         if by_mass:
                             amount = weight_of(value_of_key(key), maximum, factor)
-                        cuda.atomic.add(histogram, i32((key >> shift) & u32(255)), amount)
+                        cuda.atomic.add(histogram, i32(u32(distance >> u64(shift)) & mask), amount)
                     j += i32(32)
                 c += i32(warps)
             cuda.syncthreads()
@@ -306,7 +318,7 @@ def draw_kernel(vocab_size: int, stride: int) -> Kernel:
                     if reached != 0:
                         first = i32(cuda.ffs(reached)) - i32(1)
                         above += shuffle_u64(running - amount, u32(first))
-                        prefix |= u32(group * i32(32) + (i32(31) - first)) << shift
+                        prefix |= u32(group * i32(32) + (i32(31) - first)) << u32(shift)
                         done = i32(1)
                     else:
                         above += shuffle_u64(running, u32(31))
@@ -317,8 +329,9 @@ def draw_kernel(vocab_size: int, stride: int) -> Kernel:
             cuda.syncthreads()
             above = chosen[0]
             prefix = u32(chosen[1])
+            remaining = shift
         cuda.syncthreads()
-        return prefix, above
+        return u32(base + prefix), above
 
     @kernel(threads=DRAW_THREADS, fastmath=False)
     def draw(logits: Pointer(float32), temperature: Pointer(float32), top_k: Pointer(int32), top_p: Pointer(float32),
@@ -349,6 +362,8 @@ def draw_kernel(vocab_size: int, stride: int) -> Kernel:
         ties = i64(1) << i64(40)
         least = u64(0)
         if filtered:
+            base = ordered_key(cutoffs[row])
+            span = u32(ordered_key(maximum) - base)
             available = i64(0)
             total = u64(0)
             for c in range(chunks):
@@ -356,7 +371,8 @@ def draw_kernel(vocab_size: int, stride: int) -> Kernel:
                 total += masses[row * i64(chunks) + i64(c)]
             k = i64(top_k[row])
             if k > i64(0) and k < available:
-                edge, above = select(candidates, counts, row, u64(k), False, u32(0), maximum, factor, histogram, chosen)
+                edge, above = select(candidates, counts, row, u64(k), False, u32(0), base, span, maximum, factor, histogram,
+                                     chosen)
                 ties = k - i64(above)
             if top_p[row] < f32(1):
                 if k > i64(0) and k < i64(vocab_size):  # of what top_k kept, not of all
@@ -381,7 +397,8 @@ def draw_kernel(vocab_size: int, stride: int) -> Kernel:
                     if edge > u32(0):
                         total += u64(ties) * weight_of(value_of_key(edge), maximum, factor)
                 want = max(u64(1), u64(types.float64(total) * types.float64(top_p[row])))
-                p_edge, p_above = select(candidates, counts, row, want, True, edge, maximum, factor, histogram, chosen)
+                p_edge, p_above = select(candidates, counts, row, want, True, edge, base, span, maximum, factor, histogram,
+                                         chosen)
                 p_weight = max(u64(1), weight_of(value_of_key(p_edge), maximum, factor))
                 p_ties = i64((want - p_above + p_weight - u64(1)) // p_weight)
                 if p_edge != edge or p_ties < ties:
