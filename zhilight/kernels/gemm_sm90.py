@@ -13,8 +13,9 @@ persistent, tiles in groups that share rows and columns in L2. Work is spread ov
   tile_n: any multiple of 16 up to 256, so that tiles fill whole waves of multiprocessors.
 Results are the same bits from run to run.
 
-Rows are numbered so that the LAST row tile ends at row M; what a tile has too many lies before row 0, where the copy
-engine reads zeros and drops writes. So no tensor map depends on M, and a step of any size finds its maps made.
+Rows are cut so that the LAST row tile ends at row M, and the first ones start at row 0 where they would start before it:
+they then overlap, and both write the same bits. So from 128 rows on nothing sticks out, no tensor map depends on M, and a
+step of any size finds its maps made. (The copy engine could clip rows before 0 on loads, but not on stores.)
 
 overlap (programmatic dependent launch): the first stages' weights are fetched before griddepcontrol.wait, x after it.
 
@@ -191,7 +192,7 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                 t = first_tile
                 while t < tiles:
                     row_tile, column_tile = place(t, row_tiles, column_tiles, i32(band))
-                    row = top + row_tile * i32(share_w * ROWS)
+                    row = max(top + row_tile * i32(share_w * ROWS), i32(0))
                     column = left + column_tile * i32(share_x * tile_n)
                     step = first_step
                     while step < last_step:
@@ -270,7 +271,7 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                     step += i32(1)
                 wait_all()
                 free(empty + u32(previous) * u32(8), peer)
-                row = top + row_tile * i32(share_w * ROWS) + warp * i32(epilogue.ROWS)
+                row = max(top + row_tile * i32(share_w * ROWS), i32(0)) + warp * i32(epilogue.ROWS)
                 column = (column_tile * i32(share_x) + x_place) * i32(out_columns * split)
                 if split > 1:
                     cluster_arrive()
@@ -315,10 +316,11 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
     size, out_size = x.dtype.itemsize, out.dtype.itemsize
     out_tile = (tile.columns // 2 if silu_mul else tile.columns) // tile.split
     pitch = epilogue.slab_bytes(out_tile, out.dtype)
-    maps = (runtime.tensor_map(x.address, x.dtype, (MAX_ROWS, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP)),
+    rows = MAX_ROWS if m >= ROWS else m
+    maps = (runtime.tensor_map(x.address, x.dtype, (rows, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP)),
             runtime.tensor_map(weight.address, x.dtype, (n, k), (weight.strides[0] * size,),
                                (tile.columns // tile.share_weight, STEP)),
-            runtime.tensor_map(out.address, out.dtype, (MAX_ROWS, out.shape[1]), (out.strides[0] * out_size,),
+            runtime.tensor_map(out.address, out.dtype, (rows, out.shape[1]), (out.strides[0] * out_size,),
                                (epilogue.ROWS, pitch // out_size), pitch))
     found.launch(tile.grid(m, n, runtime.multiprocessors), *maps, 0 if bias is None else bias.address, scale, m, n, k,
                  stream=runtime.stream, overlap=overlap)

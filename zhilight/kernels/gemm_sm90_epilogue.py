@@ -2,7 +2,7 @@
 
 Each warp works alone on its 16 rows: bias, silu(gate) * up or a scale in registers, conversion, then slabs of 16 rows x 128
 bytes through its own piece of shared memory (written with stmatrix, in the swizzled order that the copy engine expects, free
-of bank conflicts) and bulk tensor stores, which clip rows and columns outside the output and write whole sectors. Two slabs
+of bank conflicts) and bulk tensor stores, which clip what passes the last row or column and write whole sectors. Two slabs
 a warp: one is written while the engine still reads the other.
 
 split-K: `scatter` and `gather` add the partial sums of the blocks of a cluster through distributed shared memory, always in
@@ -43,7 +43,7 @@ def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mu
     """The intrinsic (accumulator(columns), staging, lane, out map, column, row, bias, n, scale) -> nothing.
 
     staging: shared address of the warp's `buffers` slabs of 2 KB, a multiple of 1024. column, row: of the warp's first
-    output value, out of range where clipped. bias: address of bias[0], n its length (both unused without bias).
+    output value, not negative. bias: address of bias[0], n its length (both unused without bias).
     scale: multiplies float32 outputs.
     """
     out_columns = columns // 2 if silu_mul else columns
