@@ -22,6 +22,9 @@ from zhilight.driver.compiler import compile_all
 from zhilight.driver.dtype import bfloat16, float32
 from zhilight.kernels import gemm_small as small
 from zhilight.kernels import gemm_swapped as swapped
+from zhilight.kernels.attention_decode import attention_decode
+from zhilight.kernels.norm import add_rms_norm
+from zhilight.kernels.rotary import rotary_and_cache
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 LAYER = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False))
@@ -54,27 +57,52 @@ def isolated(bench: Bench, m: int, gemms: dict[str, Callable], shapes: Any = SHA
 
 
 class Step:
-    """32 layers of four GEMMs and the head, weights of their own, as the decode step queues them."""
+    """The decode step of Llama-3-8B as it is queued, each layer with random weights of its own.
+
+    whole: attention, norms and rotary embedding too, else the GEMMs alone, which shows what they cost each other.
+    """
+
+    CONTEXT, BLOCK = 512, 64
 
     def __init__(self, bench: Bench, m: int, layers: int = 32):
         self.bench, self.m = bench, m
         self.weights = [[random(n, k).mul_(0.02) for n, k, _ in LAYER] for _ in range(layers)]
         self.head = random(128256, 4096)
-        sizes = {4096, 6144, 14336}
-        self.x = {width: random(m, width) for width in sizes}
+        self.x = {width: random(m, width) for width in (4096, 6144, 14336)}
+        self.block, self.residual, self.norm = random(m, 4096), random(m, 4096), random(4096)
         self.logits = torch.empty(m, 128256, device="cuda", dtype=torch.float32)
+        blocks = self.CONTEXT // self.BLOCK
+        self.caches = [random(blocks * m, 2, 8, self.BLOCK, 128) for _ in range(layers)]
+        self.tables = torch.randperm(blocks * m, device="cuda").int().view(m, blocks)
+        self.lens = torch.full((m,), self.CONTEXT, device="cuda", dtype=torch.int32)
+        self.positions = self.lens - 1
+        self.slots = self.tables[:, -1].long() * self.BLOCK + self.BLOCK - 1
+        self.cos_sin = torch.randn(self.CONTEXT, 128, device="cuda", dtype=torch.float32)
         self.nbytes = 2 * (sum(w.numel() for layer in self.weights for w in layer) + self.head.numel())
 
-    def calls(self, gemm: Callable, overlap: bool) -> list[Callable]:
+    def calls(self, gemm: Callable, overlap: bool, whole: bool = False) -> list[Callable]:
         runtime, x = self.bench.runtime, {width: view(t) for width, t in self.x.items()}
         options = {"overlap": overlap}
+        attended, block, residual, norm = view(random(self.m, 4096)), view(self.block), view(self.residual), view(self.norm)
+        add_norm = functools.partial(add_rms_norm, runtime, block, residual, norm, 1e-5, 1.0, x[4096], **options)
         out = []
-        for layer in self.weights:
+        for layer, cache in zip(self.weights, self.caches, strict=True):
             qkv, o, gate_up, down = map(view, layer)
+            if whole:
+                out.append(add_norm)
             out.append(functools.partial(gemm, runtime, x[4096], qkv, x[6144], **options))
-            out.append(functools.partial(gemm, runtime, x[4096], o, view(self.x[6144][:, :4096]), **options))
+            if whole:
+                out.append(functools.partial(rotary_and_cache, runtime, x[6144], view(self.positions), view(self.slots),
+                                             view(self.cos_sin), view(cache), 32, 8, **options))
+                out.append(functools.partial(attention_decode, runtime, x[6144], view(cache), view(self.tables),
+                                             view(self.lens), attended, self.m, 32, 8, 0.088, self.CONTEXT, **options))
+            out.append(functools.partial(gemm, runtime, attended, o, block, **options))
+            if whole:
+                out.append(add_norm)
             out.append(functools.partial(gemm, runtime, x[4096], gate_up, x[14336], silu_mul=True, **options))
-            out.append(functools.partial(gemm, runtime, x[14336], down, x[4096], **options))
+            out.append(functools.partial(gemm, runtime, x[14336], down, block, **options))
+        if whole:
+            out.append(add_norm)
         out.append(functools.partial(gemm, runtime, x[4096], view(self.head), view(self.logits), **options))
         return out
 
@@ -104,13 +132,13 @@ class Step:
             times.append(start.elapsed_time(end) / replays)
         return statistics.median(times[1:])
 
-    def report(self, name: str, calls: list[Callable]) -> Record:
-        milliseconds = self.time(calls)
-        gb_s = self.nbytes / milliseconds / 1e6
-        record = Record(name, f"step M={self.m}", milliseconds * 1e3, gb_s=gb_s,
-                        note=f"floor {self.nbytes / FLOOR_GB_S / 1e6:.3f} ms")
-        print(record.line(), flush=True)
-        return record
+    def report(self, name: str, candidates: dict[str, list[Callable]]) -> Record:
+        """Prints milliseconds of each; the record is of the last."""
+        milliseconds = {label: self.time(calls) for label, calls in candidates.items()}
+        best = list(milliseconds.values())[-1]
+        print(f"step M={self.m} {name:<20}", "  ".join(f"{label} {ms:.3f} ms" for label, ms in milliseconds.items()),
+              f"  floor {self.nbytes / FLOOR_GB_S / 1e6:.3f}", flush=True)
+        return Record(name, f"step M={self.m}", best * 1e3, gb_s=self.nbytes / best / 1e6, note=list(milliseconds)[-1])
 
 
 def variant_kernel(dtype: Any, out_dtype: Any, m: int, n: int, silu_mul: bool, overlap: bool, multiprocessors: int,
@@ -185,8 +213,11 @@ VARIANTS = {
     "8x128 s3 tr4": ({"most_tiles": 4}, 1),
     "8x128 s3 256B": ({"wide_fetch": True}, 1),
     "8x128 s3 late": ({"late": True}, 1),
+    "8x128 s3 late pf4": ({"late": True, "prefetch": 4}, 1),
+    "8x128 s3 late pf8": ({"late": True, "prefetch": 8}, 1),
     "8x128p2 s3": ({"parts": 2, "most_tiles": 4}, 1),
     "8x64p4 s6": ({"k_tile": 64, "parts": 4, "stages": 6, "most_tiles": 2}, 1),
+    "8x64 s6": ({"k_tile": 64, "stages": 6}, 1),
     "8x64 s6 256B": ({"k_tile": 64, "stages": 6, "wide_fetch": True}, 1),
     "4x128 s3 2 blocks": ({"warps": 4, "min_blocks": 4}, 2),
     "4x128p2 s6": ({"warps": 4, "parts": 2, "stages": 6, "most_tiles": 4}, 1),
@@ -218,10 +249,10 @@ def main() -> None:
     records = []
     for m in arguments.tokens:
         step = Step(bench, m, arguments.layers)
-        records.append(step.report("cuBLAS", step.cublas()))
+        records.append(step.report("cuBLAS", {"GEMMs": step.cublas()}))
         for name, gemm in gemms.items():
-            plain = step.report(name, step.calls(gemm, False))
-            records += [plain, step.report(name + " overlap", step.calls(gemm, True))]
+            records.append(step.report(name, {label: step.calls(gemm, overlap, whole) for label, overlap, whole in (
+                ("GEMMs", False, False), ("overlapped", True, False), ("whole, overlapped", True, True))}))
         del step
         torch.cuda.empty_cache()
     for m in arguments.tokens if arguments.alone is None else arguments.alone:

@@ -43,6 +43,7 @@ from zhilight.kernels.ptx import (
     load_shared_v4,
     mma_m16n8k16,
     pack,
+    prefetch_l2,
     reciprocal_approx,
     shared_address,
     store_global_b16,
@@ -76,7 +77,8 @@ def _load_x(pointer, valid):
 @kernel_factory
 def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tiles: int, bias: bool = False,
                       silu_mul: bool = False, overlap: bool = False, warps: int = 8, k_tile: int = 128, parts: int = 1,
-                      stages: int = 3, min_blocks: int = 2, wide_fetch: bool = False, late: bool = False) -> Kernel:
+                      stages: int = 3, min_blocks: int = 2, wide_fetch: bool = False, late: bool = False,
+                      prefetch: int = 0) -> Kernel:
     """token_tiles: tiles of 8 tokens; row_tiles: tiles of 16 rows whose sums a warp holds at a time.
 
     A stage of a warp's ring is 16 rows x k_tile; a warp takes `parts` of them side by side, a step warps * parts * k_tile of K.
@@ -171,6 +173,20 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
                 issued += i32(1)
             cp_async_commit()
             write += u32(STAGE)
+        if overlap and prefetch > 0:
+            # a lane asks for one line of 128 bytes: row lane % 16, half lane / 16 of the tile
+            row = load_row - line + lane % i32(16)
+            half = (lane // i32(16)) * i32(64)
+            ahead = address(weight) + u64(row) * row_bytes + u64(load_k - k_lane + warp * i32(SLICE) + half) * u64(2)
+            ahead_k = load_k - k_lane + warp * i32(SLICE) + half
+            part = load_part
+            i = load_i
+            tiles = load_tiles
+            for _ in range(prefetch):
+                if (row < last) and (ahead_k < k) and (lane < i32(16 * HALVES)):
+                    prefetch_l2(ahead)
+                ahead, row, ahead_k, part, i, tiles = advance(
+                    ahead, row, ahead_k, part, i, tiles, lane % i32(16), last, warp * i32(SLICE) + half, k, row_bytes)
         if overlap:
             grid_dependency_wait()
 
