@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,8 +48,8 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     """Load the model and build the engine core. Raises ConfigError, CheckpointError, DeviceError or OutOfMemory."""
     begin = time.monotonic()
     if config.swap_space_gb > 0:
-        raise ConfigError(f"swap_space_gb is {config.swap_space_gb}: preempted requests are always computed again here, which "
-                          "is faster than a copy over PCIe for all but very long ones. Leave it at 0.")
+        raise ConfigError(f"swap_space_gb is {config.swap_space_gb}: this version has no swap, preempted requests are always "
+                          "computed again. Leave it at 0.")
     from zhilight.config.checkpoint import read_model_config
     from zhilight.weights.loader import load_model
     from zhilight.weights.source import resolve_model
@@ -63,7 +64,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
         model = load_model(config, model_config, source, ops, True)
     with _phase("KV cache ready"):
         engine = build_engine(config, model_config, model, ops, tokenizer_loader(config, source))
-    _log_summary(engine, ops, time.monotonic() - begin)
+    _log_summary(engine, model, ops, time.monotonic() - begin)
     return engine
 
 
@@ -218,12 +219,13 @@ def _phase(done: str) -> Iterator[None]:
     logger.info("%s in %.2f s", done, time.monotonic() - begin)
 
 
-def _log_summary(engine: StartedEngine, ops: Ops, seconds: float) -> None:
+def _log_summary(engine: StartedEngine, loaded: Model, ops: Ops, seconds: float) -> None:
     config, model = engine.config, engine.model_config
+    weights = sum((weight.dtype or ops.dtype).nbytes(math.prod(weight.shape)) for weight in loaded.parameters())
     kv_dtype = kv_cache_dtype(config, ops) or ops.dtype
     kv_gib = engine.num_kv_blocks * kv_block_bytes(config, model, kv_dtype.itemsize) / GIB
     logger.info(
-        "%s ready on %s in %.1f s: %s, %d layers, activations %s, KV cache %d tokens (%.2f GiB, %s), contexts up to %d tokens, "
-        "%d at that length and at most %d at once", config.model, ops.name, seconds, model.architecture, model.num_layers,
-        ops.dtype, engine.num_kv_blocks * config.block_size, kv_gib, kv_dtype, engine.max_model_len,
+        "%s ready on %s in %.1f s: %s, %d layers, %s, weights %.2f GiB, KV cache %d tokens (%.2f GiB, %s), contexts up to %d "
+        "tokens, %d at that length and at most %d at once", config.model, ops.name, seconds, model.architecture,
+        model.num_layers, ops.dtype, weights / GIB, engine.num_kv_blocks * config.block_size, kv_gib, kv_dtype, engine.max_model_len,
         engine.num_kv_blocks // -(-engine.max_model_len // config.block_size), config.max_num_seqs)
