@@ -227,5 +227,5 @@ def _log_summary(engine: StartedEngine, loaded: Model, ops: Ops, seconds: float)
     logger.info(
         "%s ready on %s in %.1f s: %s, %d layers, %s, weights %.2f GiB, KV cache %d tokens (%.2f GiB, %s), contexts up to %d "
         "tokens, %d at that length and at most %d at once", config.model, ops.name, seconds, model.architecture,
-        model.num_layers, ops.dtype, weights / GIB, engine.num_kv_blocks * config.block_size, kv_gib, kv_dtype, engine.max_model_len,
-        engine.num_kv_blocks // -(-engine.max_model_len // config.block_size), config.max_num_seqs)
+        model.num_layers, ops.dtype, weights / GIB, engine.num_kv_blocks * config.block_size, kv_gib, kv_dtype,
+        engine.max_model_len, engine.num_kv_blocks // -(-engine.max_model_len // config.block_size), config.max_num_seqs)
