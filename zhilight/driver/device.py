@@ -16,6 +16,9 @@ from zhilight.errors import DeviceError
 MINIMUM_DRIVER = (12, 0)
 """Oldest CUDA version that the driver must support; the CUDA 13 wheels ask for (13, 0)."""
 
+MINIMUM_CAPABILITY = (8, 0)
+"""Oldest compute capability that the kernels are written for: Ampere."""
+
 INSTALL_DRIVER = "Install the NVIDIA driver (https://www.nvidia.com/drivers), or run on the CPU with device=cpu."
 
 MEANING = {
@@ -138,8 +141,8 @@ def _load() -> ModuleType:
         advice = "Update the driver"
         if version >= MINIMUM_DRIVER:
             advice += f", or install the CUDA {version[0]} wheels: pip install 'cuda-python<{version[0] + 1}'"
-        raise DeviceError(f"The NVIDIA driver is too old: it supports CUDA {_dotted(version)}, and ZhiLight with the "
-                          f"installed CUDA {bindings_major} wheels needs {_dotted(minimum)} or later. {advice}, "
+        raise DeviceError(f"The NVIDIA driver is too old: it supports CUDA {dotted(version)}, and ZhiLight with the "
+                          f"installed CUDA {bindings_major} wheels needs {dotted(minimum)} or later. {advice}, "
                           "or run on the CPU with device=cpu.")
     check(bindings.cuInit(0), "cuInit")
     return bindings
@@ -156,7 +159,8 @@ def _bindings_major() -> int:
     return int(version("cuda-bindings").split(".")[0])
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def dotted(version: tuple[int, int]) -> str:
+    """A version or capability as people write it."""
     return f"{version[0]}.{version[1]}"
 
 

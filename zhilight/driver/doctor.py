@@ -13,13 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from zhilight.driver.device import Device, device_count, driver_version
+from zhilight.driver.device import MINIMUM_CAPABILITY, Device, device_count, driver_version
 from zhilight.driver.memory import human
 from zhilight.errors import DeviceError
 
 CPU_FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16",
                 "amx_int8")
-MINIMUM_CAPABILITY = (8, 0)
 LIBRARIES = {
     "nvvm": ("NVVM, which compiles kernels", "pip install 'numba-cuda[cu12]' (or [cu13] with the CUDA 13 wheels)"),
     "nvJitLink": ("nvJitLink, which links kernels", "pip install 'numba-cuda[cu12]' (or [cu13] with the CUDA 13 wheels)"),

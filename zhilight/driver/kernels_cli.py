@@ -86,12 +86,15 @@ def _capability(text: str | None) -> Capability:
 
 
 def _kernels(args: argparse.Namespace, capability: Capability | None) -> list[Kernel]:
+    from zhilight.driver.device import MINIMUM_CAPABILITY, dotted
     from zhilight.kernels.catalogue import catalogue
 
+    if capability is not None and capability[:2] < MINIMUM_CAPABILITY:
+        raise ConfigError(f"capability is {dotted(capability[:2])}; ZhiLight's kernels need {dotted(MINIMUM_CAPABILITY)} or "
+                          "later.")
     found = {kernel.name: kernel for kernel in catalogue(capability) if args.match in kernel.name}
     if not found:
-        raise ConfigError(f"No kernel of the catalogue matches {args.match!r}" +
-                          (f" and runs at capability {args.capability}." if args.capability else "."))
+        raise ConfigError(f"no kernel has {args.match!r} in its name. See `zhilight kernels list`.")
     return list(found.values())
 
 

@@ -110,7 +110,7 @@ class AsyncEngine:
         engine is shutting down; EngineDead at any time.
         """
         self._check_accepting()
-        array = validate_prompt(prompt_token_ids, params, self.model_config.vocab_size, self.max_model_len)
+        array = validate_prompt(prompt_token_ids, params, self.config, self.model_config)
         if request_id in self._streams:
             raise RequestError(f"request_id {request_id!r} is already running; each request needs its own.", param="request_id")
         self._check_room(params.num_sequences)
@@ -147,7 +147,7 @@ class AsyncEngine:
         """The last hidden state, after the final norm, of the prompt's last token: [H] float32. Raises as `generate` does."""
         self._check_accepting()
         params = SamplingParams(max_tokens=1)
-        array = validate_prompt(prompt_token_ids, params, self.model_config.vocab_size, self.max_model_len)
+        array = validate_prompt(prompt_token_ids, params, self.config, self.model_config)
         self._check_room(1)
         handle = self._collector.next_handle()
         future = self._embeds[handle] = asyncio.get_running_loop().create_future()

@@ -138,7 +138,7 @@ class LLM:
         text, ids = self._ids(prompt)
         if self.tokenizer is None:
             params = replace(params, detokenize=False)
-        array = validate_prompt(ids, params, self.model_config.vocab_size, self.max_model_len)
+        array = validate_prompt(ids, params, self.config, self.model_config)
         bad_words = self._collector.bad_word_ids(params)
         self._count += 1
         request = self._collector.open(f"llm-{self._count}", text, ids, params, streamed)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from zhilight.config.engine import EngineConfig
+from zhilight.config.model import ModelConfig
 from zhilight.config.sampling import SamplingParams
 from zhilight.errors import RequestError
 
@@ -59,8 +61,13 @@ class Request:
         self.prompt_len = len(self.tokens)
 
 
-def validate_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int) -> np.ndarray:
-    """The prompt as [n] int32. Raises RequestError, with the numbers, for a request that can never be served."""
+def validate_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, config: EngineConfig,
+                    model_config: ModelConfig) -> np.ndarray:
+    """The prompt as [n] int32. Raises RequestError, with the numbers, for a request that can never be served.
+
+    config: a started engine's, where max_model_len and num_kv_blocks are filled in.
+    """
+    vocab_size, max_model_len = model_config.vocab_size, config.max_model_len
     try:
         prompt = np.asarray(prompt_token_ids)
     except (OverflowError, ValueError, TypeError) as error:
@@ -73,12 +80,12 @@ def validate_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, voc
     if len(prompt) >= max_model_len:
         raise RequestError(
             f"The prompt has {len(prompt)} tokens; the longest context is {max_model_len} and leaves no room for an output "
-            "token. Shorten the prompt or raise max_model_len.", param="prompt")
+            f"token. Shorten the prompt{_way_to_longer_contexts(config, model_config)}.", param="prompt")
     if params.max_tokens is not None and len(prompt) + params.max_tokens > max_model_len:
         raise RequestError(
             f"The prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}, together "
-            f"{len(prompt) + params.max_tokens}; the longest context is {max_model_len}. Shorten the prompt, lower max_tokens "
-            "or raise max_model_len.", param="max_tokens")
+            f"{len(prompt) + params.max_tokens}; the longest context is {max_model_len}. Shorten the prompt or lower "
+            f"max_tokens{_way_to_longer_contexts(config, model_config)}.", param="max_tokens")
     room = max_model_len - len(prompt)
     if params.min_tokens > room:
         raise RequestError(f"min_tokens is {params.min_tokens}; after the prompt of {len(prompt)} tokens the context of "
@@ -88,6 +95,17 @@ def validate_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, voc
         if ids:
             _check_ids(np.asarray(list(ids), np.int64), vocab_size, name)
     return prompt.astype(np.int32)
+
+
+def _way_to_longer_contexts(config: EngineConfig, model_config: ModelConfig) -> str:
+    """What may be done about a max_model_len that is too short; it depends on what has limited it."""
+    if config.max_model_len >= model_config.max_context_len:
+        return " (the model was made for no more)"
+    capacity = config.num_kv_blocks * config.block_size
+    if config.max_model_len > capacity - config.block_size:
+        return (f", or enlarge the KV cache, which holds {capacity} tokens: raise num_kv_blocks, or gpu_memory_utilization (on "
+                "a CPU: cpu_kv_cache_gb)")
+    return ", or raise max_model_len"
 
 
 def _check_ids(ids: np.ndarray, vocab_size: int, param: str) -> None:

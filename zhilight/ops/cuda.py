@@ -12,12 +12,12 @@ from functools import cache
 import numpy as np
 
 from zhilight.driver import dtype as dtypes
-from zhilight.driver.device import Device
+from zhilight.driver.device import MINIMUM_CAPABILITY, Device, dotted
 from zhilight.driver.dtype import DType
 from zhilight.driver.memory import MemoryPool, PinnedPool
 from zhilight.driver.stream import Stream
 from zhilight.driver.tensor import Tensor
-from zhilight.errors import ConfigError, ShapeError
+from zhilight.errors import ConfigError, DeviceError, ShapeError
 from zhilight.kernels import activation, embedding, logprobs, norm, rotary, sampling
 from zhilight.kernels.attention_decode import attention_decode
 from zhilight.kernels.attention_prefill import attention_prefill
@@ -63,6 +63,11 @@ class CudaOps(Ops):
             raise ConfigError(f"dtype is {dtype!r}; on a GPU it must be {' or '.join(DEVICE_DTYPES)} (float32 runs with "
                               "device='cpu').")
         device = Device.open(device_index)
+        if device.capability < MINIMUM_CAPABILITY:
+            device.close()
+            raise DeviceError(f"GPU {device.index} ({device.name}) has compute capability {dotted(device.capability)}; "
+                              f"ZhiLight's kernels need {dotted(MINIMUM_CAPABILITY)} or later. Choose another GPU with "
+                              "device_index or CUDA_VISIBLE_DEVICES, or run on the CPU with device=cpu.")
         pool = MemoryPool(device, MemoryPool.budget_for(device, utilization))
         return cls(device, pool, DEVICE_DTYPES[dtype], max_rows, vocab_size)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from zhilight.config.engine import EngineConfig
 from zhilight.config.model import ModelConfig
-from zhilight.errors import CheckpointError, ConfigError
+from zhilight.errors import CheckpointError, ConfigError, UnsupportedModel
 from zhilight.layers.module import Parameter, Part
 from zhilight.models.model import Model
 from zhilight.models.registry import build_model
@@ -35,6 +35,9 @@ def load_model(engine_config: EngineConfig, model_config: ModelConfig, source: M
     Raises UnsupportedModel; ConfigError when load_format does not fit the files; CheckpointError when tensors are missing,
     unknown or of a wrong shape (all of them are named), or a file cannot be read.
     """
+    if engine_config.quantization is not None:
+        raise UnsupportedModel(f"quantization is {engine_config.quantization!r}; built are unquantised (bfloat16, float16, "
+                               "float32) checkpoints and GGUF files, which need no such setting. Leave it out.")
     start = time.monotonic()
     model = build_model(model_config, engine_config.max_model_len)
     if engine_config.load_format == "dummy":
