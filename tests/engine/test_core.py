@@ -345,7 +345,7 @@ def test_a_grammar_that_does_not_compile_is_refused_and_a_slow_one_can_be_aborte
     assert not core.has_work
     abort(core, 2)
     gate.set()
-    assert core.num_unfinished == 0
+    assert not core._requests
     assert not core.has_work
 
 

@@ -54,7 +54,6 @@ class EngineCore:
         self._embeds: deque[tuple[Embed, int]] = deque()
         self._structured: dict[int, Request] = {}
         self._stats = EngineStats(kv_blocks=self.pool.num_blocks)
-        self._last_read = 0.0
         self._last_check = 0.0
         self._out = StepOutput()
         self.on_compiled: Callable[[], None] = lambda: None
@@ -67,11 +66,6 @@ class EngineCore:
         """Whether `step` has something to do now. Grammars that are still being compiled do not count."""
         return (self._flight is not None or self.scheduler.has_work or bool(self._embeds) or bool(self._out.finished)
                 or any(future.done() for _, future in self._compiling.values()))
-
-    @property
-    def num_unfinished(self) -> int:
-        """Sequences and embeddings that have not ended, those whose grammar is being compiled included."""
-        return len(self._requests) + len(self._embeds)
 
     def add(self, message: Add) -> None:
         """Queue a sequence that has been validated."""

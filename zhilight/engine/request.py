@@ -55,7 +55,6 @@ class Request:
     prompt_logprobs_sent: int = 0
     overtaken: int = 0
     """Requests that came later and were admitted first."""
-    preemptions: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)

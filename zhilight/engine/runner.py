@@ -7,7 +7,6 @@ the device and feed the next step.
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -55,8 +54,6 @@ class StepInFlight:
 
     plan: StepPlan
     scope: ExitStack
-    started: float
-    """time.monotonic() when it was launched."""
     logits: Array | None = None
     tokens: Fetch | None = None
     logprobs: _FetchedLogprobs | None = None
@@ -95,14 +92,13 @@ class Runner:
         for request in plan.assigned:
             self.sampler.assign(request)
         scope = ExitStack()
-        started = time.monotonic()
         try:
             scope.enter_context(self.ops.scope())
             logits = self.forward(plan.arrays, self._sampled)
         except BaseException:
             scope.close()
             raise
-        return StepInFlight(plan, scope, started, logits)
+        return StepInFlight(plan, scope, logits)
 
     def complete(self, flight: StepInFlight) -> None:
         """Queue sampling and the copies of its results."""

@@ -294,7 +294,6 @@ class Scheduler:
         request.tokens = self.table.sequence(request.slot).copy()
         self._vacate(request)
         request.state = RequestState.PREEMPTED
-        request.preemptions += 1
         self.num_preemptions += 1
         self._enqueue(request)
 
