@@ -44,12 +44,17 @@ class Clockwork(StubEngine):
                        cache_salt: str | None = None) -> AsyncIterator[RequestOutput]:
         self.active.add(request_id)
         total = params.max_tokens or 64
+        scores = None
+        if params.prompt_logprobs is not None:
+            scores = [None, *[self.position(7, params.prompt_logprobs)] * (len(prompt_token_ids) - 1)]
         try:
             for number in range(total):
                 await self._step.wait()
                 last = number == total - 1
-                yield RequestOutput(request_id=request_id, prompt_token_ids=prompt_token_ids, finished=last, outputs=[
-                    CompletionOutput(index=0, text=self._made, token_ids=[7], finish_reason="length" if last else None)])
+                choice = CompletionOutput(index=0, text=self._made, token_ids=[7], finish_reason="length" if last else None)
+                yield RequestOutput(request_id=request_id, prompt_token_ids=prompt_token_ids, outputs=[choice], finished=last,
+                                    prompt_logprobs=scores)
+                scores = None
         finally:
             self.active.discard(request_id)
 

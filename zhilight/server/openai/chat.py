@@ -14,7 +14,7 @@ from zhilight.engine.outputs import CompletionOutput, PositionLogprobs, RequestO
 from zhilight.server.openai.body import read_body
 from zhilight.server.openai.chat_message import MessagePiece, MessageReader, MessageStyle, message_style
 from zhilight.server.openai.errors import bad_request
-from zhilight.server.openai.generation import Generation, first_of, new_request_id
+from zhilight.server.openai.generation import Generation, first_of, is_long, new_request_id
 from zhilight.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from zhilight.server.openai.prompts import PreparedPrompt, chat_prompt, message_text, truncate
 from zhilight.server.openai.protocol import ChatCompletionRequest, refuse_unsupported
@@ -60,9 +60,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                           cache_salt=body.cache_salt) as generation:
         if body.stream:
             return await _stream(request, answer, generation)
-        async for _, output in generation.outputs():
-            answer.add(output)
-        return json_response(answer.whole())
+        outputs = [output async for _, output in generation.outputs()]
+        return await serving.in_pool_if(is_long(outputs), answer.whole, outputs)
 
 
 async def _stream(request: web.Request, answer: ChatAnswer, generation: Generation) -> web.StreamResponse:
@@ -148,24 +147,29 @@ class ChatAnswer:
         self.include_usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
 
-    def add(self, output: RequestOutput) -> None:
-        """Take in an output, for `whole`."""
+    def _add(self, output: RequestOutput) -> None:
         self._count(output)
         if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs(self._names, output.prompt_logprobs, self._body.prompt_logprobs)
         for delta in output.outputs:
-            self._choices[delta.index].add(delta)
+            choice = self._choices[delta.index]
+            choice.add(delta)
+            choice.token_ids += delta.token_ids
+            choice.logprobs += delta.logprobs or ()
 
     def _count(self, output: RequestOutput) -> None:
         self._usage.add_prompt(0, output)
         self._usage.add_generated(sum(len(delta.token_ids) for delta in output.outputs))
 
-    def whole(self) -> ChatCompletion:
-        return ChatCompletion(
+    def whole(self, outputs: list[RequestOutput]) -> web.Response:
+        """The answer that is not streamed."""
+        for output in outputs:
+            self._add(output)
+        return json_response(ChatCompletion(
             id=self.id, created=self._created, model=self._model, usage=self._usage.usage(),
             choices=[self._whole_choice(index, choice) for index, choice in enumerate(self._choices)],
             service_tier="default" if self._body.service_tier else None, prompt_logprobs=self._prompt_logprobs,
-            prompt_token_ids=self._job.prompt.token_ids if self._body.return_token_ids else UNSET)
+            prompt_token_ids=self._job.prompt.token_ids if self._body.return_token_ids else UNSET))
 
     def _whole_choice(self, index: int, choice: _Choice) -> ChatChoice:
         message = ChatMessage(role=self._role, content=self._job.echo + choice.content)
@@ -282,8 +286,6 @@ class _Choice:
                 if call.index == len(self.calls):
                     self.calls.append(_Call(call.id or "", call.name or ""))
                 self.calls[call.index].arguments += call.arguments
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
         if delta.finish_reason is not None:
             self._finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason

@@ -13,7 +13,7 @@ from zhilight.config.sampling import SamplingParams
 from zhilight.engine.outputs import CompletionOutput, RequestOutput
 from zhilight.server.openai.body import read_body
 from zhilight.server.openai.errors import bad_request
-from zhilight.server.openai.generation import Generation, first_of, new_request_id
+from zhilight.server.openai.generation import Generation, first_of, is_long, new_request_id
 from zhilight.server.openai.logprobs import CompletionLogprobsBuilder, TokenNames, prompt_logprobs
 from zhilight.server.openai.prompts import PreparedPrompt, text_prompts, truncate
 from zhilight.server.openai.protocol import CompletionRequest, refuse_unsupported
@@ -48,21 +48,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
                           cache_salt=body.cache_salt) as generation:
         if body.stream:
             return await _stream(request, answer, generation)
-        async for index, output in generation.outputs():
-            answer.add(index, output)
-        return json_response(answer.whole())
+        outputs = [item async for item in generation.outputs()]
+        return await serving.in_pool_if(is_long([output for _, output in outputs]), answer.whole, outputs)
 
 
 async def _stream(request: web.Request, answer: CompletionAnswer, generation: Generation) -> web.StreamResponse:
     outputs = generation.outputs()
     item = await first_of(outputs)
+    serving = request.app[SERVING]
     stream = EventStream(request)
     await stream.start()
     try:
         while item is not None:
-            chunks = answer.chunks(*item)
-            if chunks:
-                await stream.send(b"".join(map(stream.encode, chunks)))
+            events = await serving.in_pool_if(is_long([item[1]]), answer.events, stream, *item)
+            if events:
+                await stream.send(events)
             item = await first_of(outputs)
     except ConnectionError:
         raise
@@ -127,8 +127,7 @@ class CompletionAnswer:
         self.include_usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
 
-    def add(self, prompt_index: int, output: RequestOutput) -> None:
-        """Take in the output of one prompt."""
+    def _add(self, prompt_index: int, output: RequestOutput) -> None:
         self._usage.add_prompt(prompt_index, output)
         for delta in output.outputs:
             choice = self._choices[prompt_index * self._n + delta.index]
@@ -136,13 +135,19 @@ class CompletionAnswer:
             self._usage.add_generated(0 if self._job.discard_output else len(delta.token_ids))
             choice.add(delta, discard=self._job.discard_output)
 
-    def whole(self) -> Completion:
+    def whole(self, outputs: list[tuple[int, RequestOutput]]) -> web.Response:
+        """The answer that is not streamed."""
+        for item in outputs:
+            self._add(*item)
         choices = [choice.take(index) for index, choice in enumerate(self._choices)]
-        return self._completion(choices, self._usage.usage())
+        return json_response(self._completion(choices, self._usage.usage()))
+
+    def events(self, stream: EventStream, prompt_index: int, output: RequestOutput) -> bytes:
+        return b"".join(map(stream.encode, self.chunks(prompt_index, output)))
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> list[Completion]:
         """One chunk for each choice that has something new; choices appear first in the order of their indexes."""
-        self.add(prompt_index, output)
+        self._add(prompt_index, output)
         touched = [prompt_index * self._n + delta.index for delta in output.outputs]
         chunks = []
         if touched and max(touched) >= self._opened:

@@ -156,3 +156,8 @@ async def first_of(outputs: AsyncIterator[Any]) -> Any:
     with suppress(StopAsyncIteration):
         return await anext(outputs)
     return None
+
+
+def is_long(outputs: Sequence[RequestOutput]) -> bool:
+    """Whether writing these outputs down takes long enough (milliseconds) to belong in the thread pool."""
+    return len(outputs) > 64 or any(output.prompt_logprobs is not None for output in outputs)
