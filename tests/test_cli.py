@@ -98,6 +98,9 @@ def test_bad_settings_files(tmp_path: Path, text: str, words: str) -> None:
     (["serve", "demo", "--ssl-keyfile", "k"], "go together"), (["serve", "demo", "--root-path", "x/"], "root_path"),
     (["serve", "demo", "--max-num-seqs", "0"], "max_num_seqs is 0"), (["serve", "demo", "--config", "/no/file"], "--config"),
     (["serve", "demo", "--skip-tokenizer-init"], "tokenizer"),
+    (["serve", "/no/model", "--tool-call-parser", "x"], "tool_call_parser is 'x'"),
+    (["serve", "/no/model", "--chat-template", "/no/file"], "neither a readable file nor Jinja text"),
+    (["serve", "/no/model", "--ssl-keyfile", "/no/key", "--ssl-certfile", "/no/file"], "cannot be used"),
     (["fly"], "there is no command 'fly'"), (["generate", "/no/such/model", "--prompt", "x"], "/no/such/model"),
 ])
 def test_mistakes_are_one_plain_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,9 +21,10 @@ from zhilight.errors import ConfigError, ZhiLightError
 from zhilight.server.arguments import configs_from, make_server_parser, normalise_flags
 from zhilight.server.config import ServerConfig
 from zhilight.server.openai.app import make_app
+from zhilight.server.openai.chat_message import choose_reasoning_parser, choose_tool_parser
 from zhilight.server.openai.connections import ConnectionGuard
 from zhilight.server.openai.middlewares import set_guard
-from zhilight.server.openai.serving import Serving
+from zhilight.server.openai.serving import Serving, read_chat_template
 from zhilight.version import __version__
 
 if TYPE_CHECKING:
@@ -155,11 +156,18 @@ def make_tls(config: ServerConfig) -> ssl.SSLContext | None:
     return context
 
 
+def check(config: ServerConfig) -> None:
+    """What can be known to be wrong before a model is loaded. Raises ConfigError."""
+    make_tls(config)
+    choose_tool_parser(config, read_chat_template(config.chat_template))
+    choose_reasoning_parser(config)
+
+
 async def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Run until a signal or the engine's death; returns the exit code."""
     from zhilight.engine.client import AsyncEngine
 
-    make_tls(config)
+    check(config)
     sock = bind(config)
     stop = _watch_signals()
     starting = asyncio.ensure_future(AsyncEngine.start(engine_config))
@@ -172,8 +180,8 @@ async def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
         return 0
     stopping.cancel()
     engine = starting.result()
-    server = Server(engine, config)
     try:
+        server = Server(engine, config)
         await server.start(sock)
         logger.info("ZhiLight %s serves %s at %s (context %d tokens)", __version__,
                     ", ".join(server.serving.model_names), server.address, engine.max_model_len)
