@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     begin = time.perf_counter()
     longest = max([arguments.context + arguments.steps + 16, *(int(p.split("x")[1]) + 1 for p in arguments.prompts)])
     llm = LLM(arguments.model, load_format=arguments.load_format, device=arguments.device, skip_tokenizer_init=True,
