@@ -19,11 +19,15 @@ from dataclasses import asdict, dataclass, field
 from urllib.parse import urlsplit
 
 _TIME = re.compile(rb'"(?:text|content)":"(\d+\.\d{6}) "')
+_USAGE = re.compile(rb'"completion_tokens":(\d+)')
 
 
 @dataclass
 class Measured:
-    """Times in seconds. `late`: how long after it was made a token arrived, when the server stamps them (tests do)."""
+    """Times in seconds; an event may carry several tokens.
+
+    tokens: what the server's usage says. late: how long after it was made a token arrived, when its text is that time.
+    """
 
     ttft: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
@@ -69,8 +73,9 @@ class Stream(asyncio.Protocol):
                 measured.ttft.append(now - self._begin)
                 measured.between += [0.0] * (count - 1)
             self._last = now
-            measured.tokens += count
             measured.late += [now - float(stamp) for stamp in _TIME.findall(events)]
+        if usage := _USAGE.search(data):
+            self._measured.tokens += int(usage[1])
         if b"[DONE]" in data:
             self._measured.whole.append(now - self._begin)
             self._end(None)
@@ -111,7 +116,8 @@ async def load(arguments: argparse.Namespace) -> tuple[Measured, float]:
         async with gate:
             prompt = [randomness.randrange(10, 200) for _ in range(arguments.prompt_tokens)]
             await send(arguments.url, {"prompt": prompt, "max_tokens": arguments.max_tokens, "ignore_eos": True,
-                                       "temperature": 0, "stream": True, "model": arguments.model},
+                                       "temperature": 0, "stream": True, "model": arguments.model,
+                                       "stream_options": {"include_usage": True}},
                        arguments.api_key, measured)
 
     begin = time.monotonic()
