@@ -159,13 +159,13 @@ def variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False,
                   overlap=overlap)
 
 
-def compile_variants(bench: Bench, tokens: list[int], variants: dict[str, tuple[dict, int]]) -> None:
+def compile_variants(bench: Bench, tokens: list[int], variants: dict[str, tuple[dict, int]], quick: bool) -> None:
     """Everything that will run, compiled on all cores before anything is timed."""
     runtime, kernels = bench.runtime, {}
     for constants, scale in variants.values():
         for m in tokens:
             for n, _, silu_mul in (*LAYER, (4096, 4096, False), (28672, 4096, False), (128256, 4096, False)):
-                for overlap in (False, True):
+                for overlap in (True,) if quick else (False, True):
                     for out_dtype in (bfloat16, float32) if n == 128256 else (bfloat16,):
                         kernel, _ = variant_kernel(bfloat16, out_dtype, m, n, silu_mul, overlap,
                                                    runtime.multiprocessors * scale, runtime.capability, constants)
@@ -187,12 +187,12 @@ def swapped_variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool 
     swapped.gemm_swapped(runtime, x, weight, out, silu_mul=silu_mul, overlap=overlap, shape=shape)
 
 
-def compile_swapped(bench: Bench, tokens: list[int], variants: dict[str, dict]) -> None:
+def compile_swapped(bench: Bench, tokens: list[int], variants: dict[str, dict], quick: bool) -> None:
     kernels = {}
     for constants in variants.values():
         for m in tokens:
             for n, _, silu_mul in (*LAYER, (28672, 4096, False), (128256, 4096, False)):
-                for overlap in (False, True):
+                for overlap in (True,) if quick else (False, True):
                     for out_dtype in (bfloat16, float32) if n == 128256 else (bfloat16,):
                         s = swapped_shape(m, n, **constants, multiprocessors=bench.runtime.multiprocessors)
                         kernel = swapped.gemm_swapped_kernel(bfloat16, out_dtype, swapped.tokens_of(m), s.rows, s.split,
@@ -204,13 +204,11 @@ def compile_swapped(bench: Bench, tokens: list[int], variants: dict[str, dict]) 
 
 
 SWAPPED = {f"swap {blocks}b s{split} x{share}": {"blocks": blocks, "split": split, "share": share, "nbytes": 100 << 10}
-           for blocks, split, share in ((1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2),
-                                        (2, 1, 4))}
+           for blocks, split, share in ((1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1), (2, 2, 2))}
 """Blocks a multiprocessor, split of K, blocks that share x."""
 
 VARIANTS = {
     "8x128 s3": ({}, 1),
-    "8x128 s3 tr4": ({"most_tiles": 4}, 1),
     "8x128 s3 256B": ({"wide_fetch": True}, 1),
     "8x128 s3 late": ({"late": True}, 1),
     "8x128 s3 late pf4": ({"late": True, "prefetch": 4}, 1),
@@ -218,10 +216,8 @@ VARIANTS = {
     "8x128p2 s3": ({"parts": 2, "most_tiles": 4}, 1),
     "8x64p4 s6": ({"k_tile": 64, "parts": 4, "stages": 6, "most_tiles": 2}, 1),
     "8x64 s6": ({"k_tile": 64, "stages": 6}, 1),
-    "8x64 s6 256B": ({"k_tile": 64, "stages": 6, "wide_fetch": True}, 1),
     "4x128 s3 2 blocks": ({"warps": 4, "min_blocks": 4}, 2),
     "4x128p2 s6": ({"warps": 4, "parts": 2, "stages": 6, "most_tiles": 4}, 1),
-    "8x128 s4": ({"stages": 4, "min_blocks": 1}, 1),
     "8x128 s3 2 blocks": ({}, 2),
 }
 """Constants and blocks a multiprocessor."""
@@ -232,6 +228,7 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--quick", action="store_true", help="overlapped steps only")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--swapped", action="store_true")
     parser.add_argument("--alone", type=int, nargs="*", help="token counts to time each shape by itself at; default --tokens")
@@ -239,11 +236,11 @@ def main() -> None:
     bench = Bench()
     gemms: dict[str, Callable] = {"gemm_small": small.gemm_small}
     if arguments.variants:
-        compile_variants(bench, arguments.tokens, VARIANTS)
+        compile_variants(bench, arguments.tokens, VARIANTS, arguments.quick)
         gemms = {name: functools.partial(variant, constants=constants, grid_scale=scale)
                  for name, (constants, scale) in VARIANTS.items()}
     if arguments.swapped:
-        compile_swapped(bench, arguments.tokens, SWAPPED)
+        compile_swapped(bench, arguments.tokens, SWAPPED, arguments.quick)
         gemms = {name: functools.partial(swapped_variant, **constants) for name, constants in SWAPPED.items()} | (
             gemms if arguments.variants else {})
     records = []
@@ -252,7 +249,8 @@ def main() -> None:
         records.append(step.report("cuBLAS", {"GEMMs": step.cublas()}))
         for name, gemm in gemms.items():
             records.append(step.report(name, {label: step.calls(gemm, overlap, whole) for label, overlap, whole in (
-                ("GEMMs", False, False), ("overlapped", True, False), ("whole, overlapped", True, True))}))
+                ("GEMMs", False, False), ("overlapped", True, False), ("whole, overlapped", True, True)) if label != "GEMMs"
+                or not arguments.quick}))
         del step
         torch.cuda.empty_cache()
     for m in arguments.tokens if arguments.alone is None else arguments.alone:
