@@ -145,7 +145,7 @@ def test_trim_gives_memory_to_other_regions(fake, fake_device, virtual):
 
 
 @pytest.mark.parametrize(("region", "setting"), [
-    ("weights", "tensor_parallel_size"), ("kv", "kv_cache_dtype=fp8_e4m3"), ("workspace", "max_num_batched_tokens")])
+    ("weights", "gpu_memory_utilization"), ("kv", "num_kv_blocks"), ("workspace", "max_num_batched_tokens")])
 def test_exhaustion_says_need_have_and_the_setting(pool, region, setting):
     pool.allocate("weights", (400 * MIB,), uint8)
     with pytest.raises(OutOfMemory) as caught:
@@ -297,7 +297,7 @@ def test_pinned_pool(fake, fake_device, fake_stream):
     with pytest.raises(MemoryFault, match="foreign"):
         pinned.release(np.zeros(4))
     assert arrays[1].tolist() == list(range(7))
-    with pytest.raises(OutOfMemory, match="swap_space_gb"):
+    with pytest.raises(OutOfMemory, match="max_num_batched_tokens"):
         pinned.allocate((201 * MIB,), np.uint8)
     fake.refuse["cuMemHostAlloc"] = real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
     with pytest.raises(OutOfMemory, match=r"system refused 70\.0 MiB.*ulimit -l"):

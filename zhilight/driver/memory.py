@@ -36,12 +36,11 @@ POISON = 0xFF
 """Byte of debug mode's fill: NaN as bf16, fp16, fp32 and fp8, -1 as an integer."""
 
 ADVICE = {
-    "weights": "Use more GPUs (tensor_parallel_size), a quantised checkpoint, or raise gpu_memory_utilization.",
-    "kv": "Lower num_kv_blocks, max_num_seqs or max_model_len, set kv_cache_dtype=fp8_e4m3 (halves it), or raise "
-          "gpu_memory_utilization.",
+    "weights": "Raise gpu_memory_utilization, take a GPU with more memory or a smaller model.",
+    "kv": "Lower num_kv_blocks or max_model_len, or raise gpu_memory_utilization.",
     "workspace": "Lower max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization.",
     "comm": "Lower max_num_batched_tokens, or raise gpu_memory_utilization.",
-    "pinned": "Lower swap_space_gb or max_num_batched_tokens, or give the process more host memory (ulimit -l, the "
+    "pinned": "Lower max_num_batched_tokens, or give the process more host memory (ulimit -l, the "
               "container's limit).",
 }
 REGIONS = ("weights", "kv", "workspace", "comm")

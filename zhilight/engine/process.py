@@ -175,26 +175,36 @@ def main(folder: str) -> int:
     inbox.connect(f"ipc://{folder}/to-engine")
     outbox.connect(f"ipc://{folder}/from-engine")
     encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
+    ready = False
     try:
         start = msgspec.msgpack.decode(inbox.recv(), type=ToEngine)
         if not isinstance(start, Start):
             return 0
-        logging.basicConfig(format="%(levelname)s %(asctime)s engine[%(process)d] %(message)s")
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s")
         logging.getLogger("zhilight").setLevel(start.log_level)
         engine = start_engine(start.config)
         outbox.send(encoder.encode(Ready(engine.config, engine.model_config, engine.max_model_len, engine.num_kv_blocks)))
+        ready = True
         EngineServer(engine.core, inbox, outbox, start.config.stats_interval).run()
         engine.core.close()
         return 0
     except Exception as error:
-        # A ZhiLightError says all there is to say; the front prints it. Anything else is a fault of ours.
-        logger.error("The engine ends: %s", error, exc_info=None if isinstance(error, ZhiLightError) else error)
-        outbox.send(encoder.encode(Failed(type(error).__name__, str(error))))
+        # A ZhiLightError says all there is to say, and at the start the front prints it. Anything else is a fault of ours.
+        expected = isinstance(error, ZhiLightError)
+        if ready or not expected:
+            logger.error("The engine ends: %s", error, exc_info=None if expected else error)
+        outbox.send(encoder.encode(Failed(_public_name(error), str(error))))
         return 1
     finally:
         outbox.close()
         inbox.close(0)
         context.term()
+
+
+def _public_name(error: Exception) -> str:
+    """The error's class, or the class of zhilight.errors that it derives from."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind.__module__ == ZhiLightError.__module__),
+                type(error).__name__)
 
 
 def _end_with_parent(folder: str) -> None:

