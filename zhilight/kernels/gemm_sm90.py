@@ -231,8 +231,8 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
             phase = u32(0)
             # which block of the cluster this thread tells of a stage that is free: those that copy into it
             peer = i32(-1)
-            if thread % i32(32) == i32(0) and thread < i32(32 * peers):
-                peer = thread // i32(32)
+            if thread % i32(8) == i32(0) and thread < i32(8 * peers):
+                peer = thread // i32(8)
                 if peer < i32(share_w):
                     peer += rank - w_place
                 else:

@@ -37,12 +37,18 @@ class Tile:
 
     def grid(self, m: int, n: int, multiprocessors: int) -> int:
         """Blocks to launch: one a multiprocessor, or all blocks at once where K is split."""
-        share = self.share_weight * self.share_x
         if self.split > 1:
-            return self.count(m, n) * self.split * share
-        # a cluster lies within a GPC of 16 or 18 multiprocessors, which larger clusters do not fill
-        usable = multiprocessors if share <= 2 else multiprocessors // 16 * 16
-        return min(self.count(m, n), usable // share) * share
+            return self.count(m, n) * self.cluster
+        return min(self.count(m, n), self.at_once(multiprocessors)) * self.cluster
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.share_weight * self.share_x * self.split
+
+    def at_once(self, multiprocessors: int) -> int:
+        """Clusters that run at once. Clusters of 4 and 8 do not fill every GPC: they reach 120 of an H200's 132."""
+        return (multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11) // self.cluster
 
 
 COLUMNS = (64, 96, 112, 128, 144, 160, 192, 224, 240, 256)
@@ -62,9 +68,7 @@ def candidates(m: int, n: int, k: int) -> list[Tile]:
 
 def predicted(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
     """Microseconds, about: waves of tiles, each bound by wgmma or by the copies into shared memory, or the weights' bytes."""
-    cluster = tile.share_weight * tile.share_x * tile.split
-    usable = multiprocessors if cluster <= 2 else multiprocessors // 16 * 16
-    waves = -(-tile.count(m, n) // (usable // cluster))
+    waves = -(-tile.count(m, n) // tile.at_once(multiprocessors))
     step = max(4 * tile.columns, (ROWS / tile.share_x + tile.columns / tile.share_weight) * 128 / 45)
     compute = waves * (-(-k // 64) / tile.split * step / 1650 + (1.0 if tile.split == 1 else 2.5))
     return max(compute, 2 * n * k / 4.0e6) + 0.2 * compute
