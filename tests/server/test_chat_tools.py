@@ -102,6 +102,38 @@ async def test_forced_calls_are_constrained(start: Start, choice: Any, finish: s
     assert json.loads("".join(part["function"]["arguments"] for part in parts)) == {"city": "Oslo"}
 
 
+def accepts(running: Running, text: str) -> bool:
+    """Whether the grammar of the last request allows `text`, to its end."""
+    structured = running.engine.requests[-1][1].structured
+    assert structured is not None
+    matcher = compile_grammar(structured, running.engine.tokenizer).matcher()
+    return matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+
+
+async def test_auto_with_a_response_format_gives_calls_or_the_format(start: Start) -> None:
+    running = await start(tool_call_parser="hermes")
+    status, answer = await running.post(CHAT, user(response_format={"type": "json_schema", "json_schema": {
+        "name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"],
+                                "additionalProperties": False}}}))
+    assert status == 200, answer
+    assert accepts(running, '{"a":1}')
+    assert accepts(running, '<tool_call>\n{"name": "look", "arguments": {"city":"Oslo"}}\n</tool_call>')
+    assert not accepts(running, "Hello")
+    assert not accepts(running, '{"b":1}')
+
+
+async def test_strict_tools_constrain_only_what_begins_as_a_call(start: Start) -> None:
+    running = await start(tool_call_parser="hermes")
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    status, answer = await running.post(CHAT, user(tools=strict))
+    assert status == 200, answer
+    assert accepts(running, "Hello")
+    assert accepts(running, '<tool_call>\n{"name": "look", "arguments": {"city":"Oslo"}}\n</tool_call>')
+    assert not accepts(running, '<tool_call>\n{"name": "look", "arguments": {"city":5}}\n</tool_call>')
+    await running.post(CHAT, user())
+    assert running.engine.requests[-1][1].structured is None
+
+
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),

@@ -112,12 +112,21 @@ def after_marker(structured: StructuredOutput, marker: str, opening: str | None 
     thought = f"{ending} GAP" if start is None else f"(GAP {start} {ending} GAP)?"
     free = "free: /(?s:.*)/" if close else f"closed[suffix={json.dumps(marker)}]: /(?s:.*)/"
     main = f"start: {thought} @answer\n{free}\nGAP: /[ \\n]{{0,4}}/\n"
-    source = _source(structured)
-    if source.lstrip().startswith("{"):
-        first, *others = json.loads(source)["grammars"]
-    else:
-        first, others = {"lark_grammar": source}, []
-    grammars = [{"name": "main", "lark_grammar": main}, {**first, "name": "answer"}, *others]
+    return _combined(main, {"answer": structured})
+
+
+def either(first: StructuredOutput, second: StructuredOutput) -> StructuredOutput:
+    """Output that follows one of the two: such as calls of tools, or an answer in a response format."""
+    return _combined("start: @first | @second\n", {"first": first, "second": second})
+
+
+def _combined(main: str, parts: dict[str, StructuredOutput]) -> StructuredOutput:
+    """One grammar of a Lark text that refers to its parts as @name."""
+    grammars: list[dict[str, Any]] = [{"name": "main", "lark_grammar": main}]
+    for name, part in parts.items():
+        source = _source(part)
+        own = json.loads(source)["grammars"] if source.lstrip().startswith("{") else [{"lark_grammar": source}]
+        grammars += [{**own[0], "name": name}, *own[1:]]
     return StructuredOutput("grammar", json.dumps({"grammars": grammars}))
 
 

@@ -101,18 +101,19 @@ def prepare(serving: Serving, body: ChatCompletionRequest) -> Job:
     if asked is not None and asked < 1:
         raise bad_request(f"{param} is {asked}; it must be at least 1.", param)
     structured = structured_output_of(body)
-    style = message_style(serving, body)
+    if structured is not None:
+        serving.check_grammar(structured.constraint, structured.param)
+    style = message_style(serving, body, structured and structured.constraint)
     prompt = chat_prompt(serving, body, tools=style.template_tools)
     prompt = truncate(serving, prompt, body.truncate_prompt_tokens,
                       reserve=min(asked or 1, serving.max_model_len - 1))
     budget = output_budget(serving, prompt_tokens=len(prompt.token_ids), asked=asked, param=param,
                            default=serving.default("max_new_tokens", None))
     tail = prompt.text if prompt.text is not None else serving.tokenizer.decode(prompt.token_ids[-64:], False)
-    constraint = style.constraint or (structured and structured.constraint)
+    constraint = style.constraint
     if constraint is not None:
-        param = "tools" if structured is None or style.constraint else structured.param
-        serving.check_grammar(constraint, param)
         constraint = style.after_thought(constraint, tail, serving.tokenizer)
+        serving.check_grammar(constraint, "tools")
     params = make_sampling_params(serving, body, max_tokens=budget, structured=constraint,
                                   logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     if style.needs_special_tokens:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from zhilight.config.sampling import StructuredOutput
-from zhilight.engine.structured import after_marker
+from zhilight.engine.structured import after_marker, either
 from zhilight.server.openai.errors import bad_request
 from zhilight.server.openai.protocol import ChatCompletionRequest, NamedToolChoice, Tool
 from zhilight.server.openai.reasoning import ReasoningParser, get_reasoning_parser
 from zhilight.server.openai.tools import ContentDelta, ToolCallDelta, ToolParser, get_tool_parser
-from zhilight.server.openai.tools.constrain import force_calls
+from zhilight.server.openai.tools.constrain import allow_calls, force_calls
 
 if TYPE_CHECKING:
     from zhilight.server.config import ServerConfig
@@ -57,7 +57,7 @@ class MessagePiece:
 class MessageStyle:
     """What one request's output is read for.
 
-    template_tools: the tools that the chat template shows. constraint: the grammar of a forced call.
+    template_tools: the tools that the chat template shows. constraint: the grammar of the answer, calls included.
     """
 
     template_tools: list[Tool] | None = None
@@ -77,17 +77,20 @@ class MessageStyle:
         return after_marker(structured, parser.close_marker, opening, tokenizer)
 
 
-def message_style(serving: Serving, body: ChatCompletionRequest) -> MessageStyle:
-    """Raises APIError or RequestError for a tool_choice that the tools or the server do not allow."""
+def message_style(serving: Serving, body: ChatCompletionRequest, structured: StructuredOutput | None) -> MessageStyle:
+    """`structured`: the format that the request asks of an answer without calls.
+
+    Raises APIError or RequestError for a tool_choice that the tools or the server do not allow.
+    """
     reasoning = {"reasoning_parser": serving.reasoning_parser,
                  "shows_reasoning": serving.reasoning_parser is not None and body.include_reasoning is not False}
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none"):
             raise bad_request("tool_choice needs tools.", "tool_choice")
-        return MessageStyle(**reasoning)
+        return MessageStyle(constraint=structured, **reasoning)
     if choice == "none":
-        return MessageStyle(**reasoning)
+        return MessageStyle(constraint=structured, **reasoning)
     tools: list[dict[str, Any]] = msgspec.to_builtins(body.tools)
     parallel = body.parallel_tool_calls is not False
     if choice in (None, "auto"):
@@ -95,7 +98,13 @@ def message_style(serving: Serving, body: ChatCompletionRequest) -> MessageStyle
         if parser is None or not serving.config.enable_auto_tool_choice:
             raise bad_request("tool_choice auto needs a tool parser: start the server with --tool-call-parser NAME "
                               "(and without --no-enable-auto-tool-choice), or set tool_choice.", "tool_choice")
-        return MessageStyle(body.tools, lambda: parser(tools, parallel=parallel), parser.needs_special_tokens, **reasoning)
+        constraint = None
+        if structured is not None:
+            constraint = either(force_calls(parser, tools, serving.tokenizer, parallel=parallel), structured)
+        elif any(tool.function.strict for tool in body.tools):
+            constraint = allow_calls(parser, tools, serving.tokenizer, parallel=parallel)
+        return MessageStyle(body.tools, lambda: parser(tools, parallel=parallel), parser.needs_special_tokens, constraint,
+                            **reasoning)
     forced = serving.tool_parser or get_tool_parser(_FORCED_FORMAT)
     name = choice.function.name if isinstance(choice, NamedToolChoice) else None
     constraint = force_calls(forced, tools, serving.tokenizer, name=name, parallel=parallel)
