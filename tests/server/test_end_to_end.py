@@ -182,3 +182,18 @@ def test_faults_before_the_start_are_one_line(folder: Path, tmp_path: Path) -> N
             assert done.returncode in (1, 2), flags
             assert words in done.stderr, done.stderr
             assert "Traceback" not in done.stderr
+
+
+def test_a_stream_in_flight_survives_sigterm(folder: Path) -> None:
+    process = Process("--model-path", str(folder), "--served-model-name", "tiny", "--cpu-kv-cache-gb", "0.05")
+    client = process.client()
+    stream = client.completions.create(model="tiny", prompt="x", max_tokens=300, stream=True,
+                                       stream_options={"include_usage": True}, extra_body={"ignore_eos": True})
+    iterator = iter(stream)
+    next(iterator)
+    process.process.send_signal(signal.SIGTERM)
+    chunks = list(iterator)
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 300
+    assert process.process.wait(30) == 0
+    assert any("shutting down" in line for line in process.log)
