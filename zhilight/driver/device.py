@@ -190,6 +190,17 @@ def device_count() -> int:
         raise
 
 
+def require_device(index: int) -> None:
+    """Raises DeviceError when there is no usable driver or no GPU `index`. Touches no GPU."""
+    driver()
+    count = device_count()
+    if count == 0:
+        raise DeviceError(f"device=cuda, but {MEANING['CUDA_ERROR_NO_DEVICE']}.")
+    if not 0 <= index < count:
+        raise DeviceError(f"device_index is {index}, but the visible GPUs are numbered 0 to {count - 1}. "
+                          "See `zhilight doctor` and CUDA_VISIBLE_DEVICES.")
+
+
 @dataclass(frozen=True, eq=False)
 class Device:
     """One GPU with its primary context retained. Make one with `Device.open`; `close` gives the context back.
@@ -217,13 +228,8 @@ class Device:
     @staticmethod
     def open(index: int = 0) -> Device:
         """Retain GPU `index`'s primary context and make it current. Raises DeviceError without such a GPU."""
+        require_device(index)
         cu = driver()
-        count = device_count()
-        if count == 0:
-            raise DeviceError(f"device=cuda, but {MEANING['CUDA_ERROR_NO_DEVICE']}.")
-        if not 0 <= index < count:
-            raise DeviceError(f"device_index is {index}, but the visible GPUs are numbered 0 to {count - 1}. "
-                              "See `zhilight doctor` and CUDA_VISIBLE_DEVICES.")
         handle = check(cu.cuDeviceGet(index), "cuDeviceGet")
         context = check(cu.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain", f"opening GPU {index}")
         check(cu.cuCtxSetCurrent(context), "cuCtxSetCurrent")

@@ -71,9 +71,10 @@ def start_engine(config: EngineConfig) -> StartedEngine:
 def open_device(config: EngineConfig, model_config: ModelConfig) -> Ops:
     """The backend that `config.device` asks for; auto takes a GPU when there is one."""
     if config.device != "cpu":
-        from zhilight.driver.device import device_count
+        from zhilight.driver.device import device_count, require_device
 
         if config.device == "cuda" or device_count() > 0:
+            require_device(config.device_index)  # before the imports below, which fail in their own words without a driver
             from zhilight.ops.cuda import CudaOps
 
             dtype = config.dtype if config.dtype != "auto" else model_config.dtype
