@@ -275,7 +275,7 @@ def _link(kernel: Kernel, arch: str, ltoir: bytes) -> tuple[bytes, str]:
     """(cubin, the linker's log)."""
     from cuda.bindings import nvjitlink
 
-    handle = nvjitlink.create(3, [f"-arch={arch}", "-verbose", "-lto", "-O3"])
+    handle = nvjitlink.create(3, [f"-arch={arch}", "-verbose", "-lto", "-O3", "-no-cache"])
     try:
         try:
             nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, ltoir, len(ltoir), kernel.function.__name__)
