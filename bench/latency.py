@@ -43,6 +43,23 @@ def decode(llm: LLM, rng: np.random.Generator, batch: int, context: int, steps: 
     return (min(run(8 + steps), run(8 + steps)) - short) / steps * 1e3
 
 
+def graph_milliseconds(llm: LLM, replays: int = 20) -> dict[str, float]:
+    """Device time of each captured decode graph, replayed back to back: what a step costs without the host and sampling."""
+    from zhilight.driver.stream import elapsed_ms
+
+    runner, times = llm._core.runner, {}
+    for (size, _), graph in sorted(getattr(runner, "_graphs", {}).items()):
+        stream = runner.ops.stream
+        with runner.ops.scope():
+            start = stream.record(timing=True)
+            for _ in range(replays):
+                graph.replay()
+            end = stream.record(timing=True)
+            end.synchronize()
+        times[f"graph {size} ms"] = elapsed_ms(start, end) / replays
+    return times
+
+
 def prefill(llm: LLM, rng: np.random.Generator, count: int, length: int, repeats: int = 3) -> float:
     """Milliseconds until all of `count` prompts have their first token; the median of `repeats`."""
     params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
@@ -85,8 +102,10 @@ def main() -> None:
         results[f"decode {batch} ms"] = decode(llm, rng, batch, arguments.context, arguments.steps)
         print(f"decode batch {batch}, context {arguments.context}: {results[f'decode {batch} ms']:.3f} ms a token, "
               f"{batch / results[f'decode {batch} ms'] * 1e3:.0f} tokens/s", flush=True)
-    stats = llm.stats()
-    print(stats)
+    for name, milliseconds in graph_milliseconds(llm).items():
+        results[name] = milliseconds
+        print(f"{name[:-3]}, device alone: {milliseconds:.3f} ms", flush=True)
+    print(llm.stats())
     llm.close()
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n")

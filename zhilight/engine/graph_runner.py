@@ -96,8 +96,12 @@ class _DecodeGraph:
         if taken.address != self._base:
             raise DeviceError(f"a graph captured with its workspace at {self._base:#x} was replayed at {taken.address:#x}; "
                               "a scope was left open.")
-        self._graph.replay(self._ops.stream)
+        self.replay()
         return self._logits
+
+    def replay(self) -> None:
+        """Queue the graph again over the integers that it has."""
+        self._graph.replay(self._ops.stream)
 
     def record(self) -> None:
         """Run the step once, which loads kernels and maps memory, and then capture it at the same addresses."""
