@@ -176,9 +176,10 @@ def compile_variants(bench: Bench, tokens: list[int], variants: dict[str, tuple[
 
 
 def swapped_shape(m: int, n: int, blocks: int, split: int, share: int, nbytes: int, multiprocessors: int) -> swapped.Shape:
-    rows = min(128, -(-n * split // (multiprocessors * blocks) // 8) * 8)
     tokens = swapped.tokens_of(m)
-    return swapped.ring(rows, split, min(share, tokens // 8), tokens, nbytes)
+    share = min(share, tokens // 8)
+    rows = swapped.rows_of(n, split, share, multiprocessors * blocks // 2)
+    return swapped.ring(rows, split, share, tokens, nbytes)
 
 
 def swapped_variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False, overlap: bool = False, *,
@@ -204,7 +205,7 @@ def compile_swapped(bench: Bench, tokens: list[int], variants: dict[str, dict], 
 
 
 SWAPPED = {f"swap {blocks}b s{split} x{share}": {"blocks": blocks, "split": split, "share": share, "nbytes": 100 << 10}
-           for blocks, split, share in ((1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1), (2, 2, 2))}
+           for blocks, split, share in ((2, 1, 1), (2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1), (1, 4, 1))}
 """Blocks a multiprocessor, split of K, blocks that share x."""
 
 VARIANTS = {
