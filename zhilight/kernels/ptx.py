@@ -117,6 +117,8 @@ load_readonly_v4 = ptx("ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];", U4, u64)
 load_stream_v4 = ptx("ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", U4, u64)
 """16 bytes that are read once: not kept in L1."""
 load_global_f32x4 = ptx("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", F4, u64)
+load_once_v4 = ptx("ld.global.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", U4, u64)
+"""As load_stream_v4, for what an earlier kernel may still have been writing when this one started (dependent launch)."""
 store_global_b16 = ptx("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", void, u64, u32)
 store_global_b32 = ptx("st.global.u32 [$0], $1;", void, u64, u32)
 store_global_f32 = ptx("st.global.f32 [$0], $1;", void, u64, f32)
@@ -218,6 +220,9 @@ cp_async_16_zfill = ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", void, u
 """Copies $2 bytes (0 or 16) and fills the rest with zeros."""
 cp_async_16_zfill_256 = ptx("cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;", void, u32, u64, u32)
 """The same; L2 fetches the 256 bytes around it."""
+evict_first_policy = ptx("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", u64, memory=False)
+cp_async_16_zfill_policy = ptx("cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2, $3;", void, u32, u64, u32, u64)
+"""The same under a cache policy, such as evict_first_policy(): what is read once leaves L2 before the rest."""
 cp_async_commit = ptx("cp.async.commit_group;", void)
 
 
@@ -252,6 +257,8 @@ cluster_rank = ptx("mov.u32 $0, %cluster_ctarank;", u32, memory=False)
 _LOAD = "cp.async.bulk.tensor.{n}d.shared::cluster.global.mbarrier::complete_tx::bytes"
 bulk_load_2d = ptx(_LOAD.format(n=2) + " [$0], [$1, {$3, $4}], [$2];", void, u32, u64, u32, i32, i32)
 """(shared address, tensor map, mbarrier, x, y): x is the innermost coordinate, in elements."""
+bulk_prefetch_2d = ptx("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [$0, {$1, $2}];", void, u64, i32, i32)
+"""Ask a tile into L2; waits for nothing."""
 bulk_load_3d = ptx(_LOAD.format(n=3) + " [$0], [$1, {$3, $4, $5}], [$2];", void, u32, u64, u32, i32, i32, i32)
 bulk_load_4d = ptx(_LOAD.format(n=4) + " [$0], [$1, {$3, $4, $5, $6}], [$2];", void, u32, u64, u32, i32, i32, i32, i32)
 bulk_load_5d = ptx(_LOAD.format(n=5) + " [$0], [$1, {$3, $4, $5, $6, $7}], [$2];",
