@@ -23,7 +23,7 @@ from zhilight.kernels.ptx import (
     grid_dependency_wait,
     i32,
     i64,
-    load_stream_v4,
+    load_once_v4,
     pack,
     reciprocal_approx,
     store_global_v2,
@@ -54,7 +54,7 @@ def silu_mul_kernel(dtype: DType, overlap: bool = False) -> Kernel:
             grid_dependency_launch()
             grid_dependency_wait()
         if vector < vectors:
-            v = expand(load_stream_v4(address(x) + u64(row * row_stride) * u64(2) + u64(vector) * u64(16)))
+            v = expand(load_once_v4(address(x) + u64(row * row_stride) * u64(2) + u64(vector) * u64(16)))
             store_global_v2(address(out) + u64(row * i64(vectors) + i64(vector)) * u64(8),
                             pair(silu(v[0]) * v[1], silu(v[2]) * v[3]), pair(silu(v[4]) * v[5], silu(v[6]) * v[7]))
 

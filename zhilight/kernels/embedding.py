@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from numba import cuda
+from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, int32
@@ -22,7 +23,7 @@ from zhilight.kernels.ptx import (
     grid_dependency_wait,
     i32,
     i64,
-    load_global_v4,
+    load_once_v4,
     store_global_v4,
     u64,
 )
@@ -35,10 +36,11 @@ FEED_THREADS = 256
 @kernel_factory
 def embedding_kernel(hidden: int, dtype: DType, scaled: bool, overlap: bool = False) -> Kernel:
     vectors = hidden // 8
-    threads = min(512, -(-vectors // WARP) * WARP)
+    threads = min(256, -(-vectors // (4 * WARP)) * WARP)   # four loads under way a thread
+    rounds = -(-vectors // threads)
     expand, compress = unpack8(dtype), pack8(dtype)
 
-    @kernel(threads=threads, max_registers=40, min_capability=(9, 0, "") if overlap else (8, 0, ""))
+    @kernel(threads=threads, max_registers=64, min_capability=(9, 0, "") if overlap else (8, 0, ""))
     def embedding(table: Pointer(dtype), ids: Pointer(int32), out: Pointer(dtype), row_stride: i64, scale: f32):
         row = i64(cuda.blockIdx.x)
         if overlap:
@@ -46,15 +48,22 @@ def embedding_kernel(hidden: int, dtype: DType, scaled: bool, overlap: bool = Fa
             grid_dependency_wait()
         source = address(table) + u64(i64(ids[row]) * row_stride) * u64(2)
         target = address(out) + u64(row * i64(hidden)) * u64(2)
-        vector = i32(cuda.threadIdx.x)
-        while vector < i32(vectors):
-            words = load_global_v4(source + u64(vector) * u64(16))
-            if scaled:
-                v = expand(words)
-                words = compress((v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale,
-                                  v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale))
-            store_global_v4(target + u64(vector) * u64(16), words[0], words[1], words[2], words[3])
-            vector += i32(threads)
+        loaded = cuda.local.array((rounds, 4), types.uint32)
+        for i in range(rounds):
+            vector = i32(cuda.threadIdx.x) + i32(i * threads)
+            if vector < i32(vectors):
+                words = load_once_v4(source + u64(vector) * u64(16))
+                for j in range(4):
+                    loaded[i, j] = words[j]
+        for i in range(rounds):
+            vector = i32(cuda.threadIdx.x) + i32(i * threads)
+            if vector < i32(vectors):
+                words = (loaded[i, 0], loaded[i, 1], loaded[i, 2], loaded[i, 3])
+                if scaled:
+                    v = expand(words)
+                    words = compress((v[0] * scale, v[1] * scale, v[2] * scale, v[3] * scale,
+                                      v[4] * scale, v[5] * scale, v[6] * scale, v[7] * scale))
+                store_global_v4(target + u64(vector) * u64(16), words[0], words[1], words[2], words[3])
 
     return embedding
 

@@ -7,8 +7,8 @@ slot_mapping : [tokens] int64, block * P + offset; -1 writes nothing
 cos_sin      : [positions, R] float32: R / 2 cosines, then R / 2 sines; R <= D values of a head rotate, value i with i + R / 2
 kv_cache     : [blocks, 2, Hkv, P, D], same dtype
 
-Grid     (tokens, items / 128): a thread owns 8 pairs of values (two 16-byte loads) of a q or k head, or 8 values of v or of
-         the part of k that does not rotate
+Grid     (tokens, items / 128): a thread owns 8 pairs of values (two 16-byte loads) of one q or k head, or of several with
+         many tokens, for which it reads the cosines and sines once; or 8 values of v or of the part of k that does not rotate
 Traffic  q read and written, k and v read and written once: 2 * (Hq + 2 Hkv) * D * 2 bytes a token, and R * 4 of cos_sin
 Source   Su et al. 2021, arXiv:2104.09864; half-split pairs as in the Hugging Face checkpoints
 """
@@ -36,14 +36,17 @@ from zhilight.kernels.runtime import Runtime
 from zhilight.kernels.vector import pack8, unpack8
 
 THREADS = 128
+MANY_TOKENS = 512
+"""From here on there are threads enough to give each several heads."""
 
 
 @kernel_factory
 def rotary_kernel(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, block_size: int, dtype: DType,
-                  overlap: bool = False) -> Kernel:
+                  overlap: bool = False, heads_a_thread: int = 1) -> Kernel:
+    """heads_a_thread: q heads that one item rotates; it divides num_heads."""
     pairs = rotary_dim // 16                      # items of a q or k head that rotate
     rest = (head_dim - rotary_dim) // 8           # items of a k head that are copied
-    q_items = num_heads * pairs
+    q_items = num_heads // heads_a_thread * pairs
     k_items = num_kv_heads * (pairs + rest)
     items = q_items + k_items + num_kv_heads * (head_dim // 8)
     half = rotary_dim // 2
@@ -72,9 +75,9 @@ def rotary_kernel(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: 
         if item < i32(q_items + k_items):
             is_q = item < i32(q_items)
             if is_q:
-                head = item // i32(pairs)
-                part = item - head * i32(pairs)
-                source = row + u64(head * i32(head_dim)) * u64(2)
+                group = item // i32(pairs)
+                part = item - group * i32(pairs)
+                source = row + u64(group * i32(heads_a_thread * head_dim)) * u64(2)
                 target = source
             else:
                 head = (item - i32(q_items)) // i32(per_head)
@@ -83,25 +86,29 @@ def rotary_kernel(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: 
                 target = cache + u64(i64(head) * i64(block_size * head_dim)) * u64(2)
             if part < i32(pairs):
                 table = address(cos_sin) + u64(i64(positions[token]) * i64(rotary_dim) + i64(part * i32(8))) * u64(4)
-                low = expand(load_global_v4(source + u64(part) * u64(16)))
-                high = expand(load_global_v4(source + u64(part) * u64(16) + u64(half * 2)))
                 c0 = load_global_f32x4(table)
                 c1 = load_global_f32x4(table + u64(16))
                 s0 = load_global_f32x4(table + u64(half * 4))
                 s1 = load_global_f32x4(table + u64(half * 4 + 16))
                 cos = (c0[0], c0[1], c0[2], c0[3], c1[0], c1[1], c1[2], c1[3])
                 sin = (s0[0], s0[1], s0[2], s0[3], s1[0], s1[1], s1[2], s1[3])
-                a = compress((low[0] * cos[0] - high[0] * sin[0], low[1] * cos[1] - high[1] * sin[1],
-                              low[2] * cos[2] - high[2] * sin[2], low[3] * cos[3] - high[3] * sin[3],
-                              low[4] * cos[4] - high[4] * sin[4], low[5] * cos[5] - high[5] * sin[5],
-                              low[6] * cos[6] - high[6] * sin[6], low[7] * cos[7] - high[7] * sin[7]))
-                b = compress((high[0] * cos[0] + low[0] * sin[0], high[1] * cos[1] + low[1] * sin[1],
-                              high[2] * cos[2] + low[2] * sin[2], high[3] * cos[3] + low[3] * sin[3],
-                              high[4] * cos[4] + low[4] * sin[4], high[5] * cos[5] + low[5] * sin[5],
-                              high[6] * cos[6] + low[6] * sin[6], high[7] * cos[7] + low[7] * sin[7]))
-                if is_q or slot >= i64(0):
-                    store_global_v4(target + u64(part) * u64(16), a[0], a[1], a[2], a[3])
-                    store_global_v4(target + u64(part) * u64(16) + u64(half * 2), b[0], b[1], b[2], b[3])
+                count = i32(heads_a_thread) if is_q else i32(1)
+                for h in range(heads_a_thread):
+                    if i32(h) < count:
+                        at = u64(part) * u64(16) + u64(h * head_dim * 2)
+                        low = expand(load_global_v4(source + at))
+                        high = expand(load_global_v4(source + at + u64(half * 2)))
+                        a = compress((low[0] * cos[0] - high[0] * sin[0], low[1] * cos[1] - high[1] * sin[1],
+                                      low[2] * cos[2] - high[2] * sin[2], low[3] * cos[3] - high[3] * sin[3],
+                                      low[4] * cos[4] - high[4] * sin[4], low[5] * cos[5] - high[5] * sin[5],
+                                      low[6] * cos[6] - high[6] * sin[6], low[7] * cos[7] - high[7] * sin[7]))
+                        b = compress((high[0] * cos[0] + low[0] * sin[0], high[1] * cos[1] + low[1] * sin[1],
+                                      high[2] * cos[2] + low[2] * sin[2], high[3] * cos[3] + low[3] * sin[3],
+                                      high[4] * cos[4] + low[4] * sin[4], high[5] * cos[5] + low[5] * sin[5],
+                                      high[6] * cos[6] + low[6] * sin[6], high[7] * cos[7] + low[7] * sin[7]))
+                        if is_q or slot >= i64(0):
+                            store_global_v4(target + at, a[0], a[1], a[2], a[3])
+                            store_global_v4(target + at + u64(half * 2), b[0], b[1], b[2], b[3])
             elif slot >= i64(0):
                 at = u64(rotary_dim * 2) + u64(part - i32(pairs)) * u64(16)
                 w = load_global_v4(source + at)
@@ -132,7 +139,8 @@ def rotary_and_cache(runtime: Runtime, qkv: Any, positions: Any, slot_mapping: A
     if rotary_dim % 16 or head_dim % 8 or rotary_dim > head_dim:
         raise ShapeError(f"cos_sin has {rotary_dim} columns for heads of {head_dim}; it must be a multiple of 16, at most that")
     if tokens:
-        item = rotary_kernel(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, qkv.dtype, overlap)
+        several = 4 if tokens >= MANY_TOKENS and num_heads % 4 == 0 else 1
+        item = rotary_kernel(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, qkv.dtype, overlap, several)
         item.launch((tokens, -(-item.items // THREADS), 1), qkv, positions, slot_mapping, cos_sin, kv_cache, qkv.strides[0],
                     stream=runtime.stream, overlap=overlap)
 
@@ -142,3 +150,4 @@ def catalogue() -> Iterator[Kernel]:
     yield rotary_kernel(9, 3, 64, 64, 64, bfloat16)
     yield rotary_kernel(28, 4, 128, 64, 16, float16)
     yield rotary_kernel(32, 8, 128, 128, 64, bfloat16, True)
+    yield rotary_kernel(32, 8, 128, 128, 64, bfloat16, True, 4)

@@ -99,40 +99,42 @@ def add_bias_kernel(stride: int) -> Kernel:
 
 
 @kernel_factory
-def argmax_kernel(vocab_size: int, stride: int, masked: bool) -> Kernel:
+def argmax_kernel(vocab_size: int, stride: int, masked: bool, chunks_a_block: int = 1) -> Kernel:
     chunks = -(-vocab_size // CHUNK)
+    blocks = -(-chunks // chunks_a_block)
     words = -(-vocab_size // 32)
     warps = THREADS // 32
 
     @kernel(threads=THREADS, fastmath=False)
     def argmax(logits: Pointer(float32), mask: Pointer(uint32), best: Pointer(uint64), token_ids: Pointer(int32),
                counters: Pointer(uint32)):
-        # best[row, chunk] = key of the largest logit << 32 | ~id, so that the larger is the better and ties go to the lower id
+        # best[row, block] = key of the largest logit << 32 | ~id, so that the larger is the better and ties go to the lower id
         shared = cuda.shared.array(warps, types.uint64)
         is_last = cuda.shared.array(1, types.uint32)
         row = i64(cuda.blockIdx.y)
-        chunk = i32(cuda.blockIdx.x)
+        block = i32(cuda.blockIdx.x)
         thread = i32(cuda.threadIdx.x)
         values = cuda.local.array((TILES, 4), types.float32)
-        for tile in range(TILES):
-            token = chunk * i32(CHUNK) + i32(tile * 4 * THREADS) + thread * i32(4)
-            four = load_four(logits, row * i64(stride), token, i32(vocab_size))
-            for j in range(4):
-                values[tile, j] = four[j]
         found = u64(0)
-        for tile in range(TILES):
-            token = chunk * i32(CHUNK) + i32(tile * 4 * THREADS) + thread * i32(4)
-            if masked:
-                if token < i32(vocab_size):
-                    allowed = mask[row * i64(words) + i64(token >> i32(5))] >> u32(token & i32(31))
-                    for j in range(4):
-                        if (allowed >> u32(j)) & u32(1) == u32(0) and token + i32(j) < i32(vocab_size):
-                            values[tile, j] = float_of_bits(u32(NEGATIVE_INFINITY))
-                            logits[row * i64(stride) + i64(token + i32(j))] = values[tile, j]
-            for j in range(4):
-                if token + i32(j) < i32(vocab_size):
-                    key = u64(ordered_key(values[tile, j])) << u64(32)
-                    found = max(found, key | u64(u32(0xFFFFFFFF) - u32(token + i32(j))))
+        for part in range(chunks_a_block):
+            first = (block * i32(chunks_a_block) + i32(part)) * i32(CHUNK) + thread * i32(4)
+            for tile in range(TILES):
+                four = load_four(logits, row * i64(stride), first + i32(tile * 4 * THREADS), i32(vocab_size))
+                for j in range(4):
+                    values[tile, j] = four[j]
+            for tile in range(TILES):
+                token = first + i32(tile * 4 * THREADS)
+                if masked:
+                    if token < i32(vocab_size):
+                        allowed = mask[row * i64(words) + i64(token >> i32(5))] >> u32(token & i32(31))
+                        for j in range(4):
+                            if (allowed >> u32(j)) & u32(1) == u32(0) and token + i32(j) < i32(vocab_size):
+                                values[tile, j] = float_of_bits(u32(NEGATIVE_INFINITY))
+                                logits[row * i64(stride) + i64(token + i32(j))] = values[tile, j]
+                for j in range(4):
+                    if token + i32(j) < i32(vocab_size):
+                        key = u64(ordered_key(values[tile, j])) << u64(32)
+                        found = max(found, key | u64(u32(0xFFFFFFFF) - u32(token + i32(j))))
         for step in (16, 8, 4, 2, 1):
             found = max(found, shuffle_xor_u64(found, u32(step)))
         if thread % i32(32) == i32(0):
@@ -141,15 +143,15 @@ def argmax_kernel(vocab_size: int, stride: int, masked: bool) -> Kernel:
         if thread == i32(0):
             for w in range(1, warps):
                 found = max(found, shared[w])
-            best[row * i64(chunks) + i64(chunk)] = found
+            best[row * i64(chunks) + i64(block)] = found
             cuda.threadfence()
-            is_last[0] = atomic_inc_acq_rel_u32(address(counters) + u64(row) * u64(4), u32(chunks - 1))
+            is_last[0] = atomic_inc_acq_rel_u32(address(counters) + u64(row) * u64(4), u32(blocks - 1))
         cuda.syncthreads()
-        if is_last[0] == u32(chunks - 1) and thread < i32(32):
+        if is_last[0] == u32(blocks - 1) and thread < i32(32):
             cuda.threadfence()
             found = u64(0)
             c = thread
-            while c < i32(chunks):
+            while c < i32(blocks):
                 found = max(found, best[row * i64(chunks) + i64(c)])
                 c += i32(32)
             for step in (16, 8, 4, 2, 1):
@@ -198,8 +200,11 @@ def sample(runtime: Runtime, logits: Any, batch: Any, token_ids: Any, work: Any)
                                       stream=stream)
     best = runtime.scratch(scratch_bytes(rows, vocab, batch.all_greedy))
     masked = batch.allowed_mask is not None
-    argmax_kernel(vocab, stride, masked).launch((chunks, rows, 1), work, batch.allowed_mask if masked else 0, best, token_ids,
-                                                runtime.counters(rows), stream=stream)
+    # one chunk a block fills the GPU for few rows; for many, longer blocks pay for their reduction
+    a_block = 4 if rows * chunks >= 32 * runtime.multiprocessors else 1
+    argmax_kernel(vocab, stride, masked, a_block).launch(
+        (-(-chunks // a_block), rows, 1), work, batch.allowed_mask if masked else 0, best, token_ids, runtime.counters(rows),
+        stream=stream)
     if not batch.all_greedy:
         masses = best + rows * chunks * 8
         counts = masses + rows * chunks * 8
@@ -235,6 +240,7 @@ def catalogue() -> Iterator[Kernel]:
     yield penalise_kernel(vocab, vocab, False)
     yield add_bias_kernel(vocab)
     yield argmax_kernel(vocab, vocab, False)
+    yield argmax_kernel(vocab, vocab, False, 4)
     yield argmax_kernel(122753, 122760, True)
     yield compact_kernel(vocab, vocab)
     yield survey_kernel(vocab, vocab)
