@@ -19,6 +19,7 @@ from zhilight.config.model import ModelConfig
 from zhilight.driver import dtype as dtypes
 from zhilight.driver.compiler import Kernel, LaunchRecorder, compile_all
 from zhilight.engine.graph_runner import padded_batch
+from zhilight.engine.scheduler import MAX_PROMPT_ROWS
 from zhilight.errors import DeviceError
 from zhilight.models.model import Model
 from zhilight.ops.base import SamplingBatch, StepArrays
@@ -35,7 +36,7 @@ PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 def warm_up(config: EngineConfig, model_config: ModelConfig, model: Model, ops: CudaOps) -> int:
     """Compile, run the worst step, and return the bytes that the KV cache may take."""
     cache = ops.kv_cache(model_config.num_layers, 1, model_config.num_kv_heads, config.block_size, model_config.head_dim)
-    worst = _prefill(config.max_num_batched_tokens, config.max_num_seqs)
+    worst = _prefill(config.max_num_batched_tokens, config.max_num_seqs, MAX_PROMPT_ROWS)
     _compile(config, model, ops, cache)
     start = time.monotonic()
     _run(worst, model, ops, cache)
@@ -80,7 +81,8 @@ def _recording(ops: CudaOps) -> Iterator[dict[Kernel, None]]:
 def _run(arrays: StepArrays, model: Model, ops: CudaOps, cache: list) -> None:
     with ops.scope():
         logits = model.forward(ops.prepare_step(arrays), cache)
-        rows = logits.shape[0]
+        rows = len(arrays.context_lens)
+        logits = logits[:rows]
         for greedy in (True, False):
             with ops.scope():
                 ops.sample(logits, _sampling(ops, rows, greedy))
@@ -103,12 +105,14 @@ def _decode(count: int) -> StepArrays:
                       np.arange(count + 1, dtype=np.int32), np.arange(count, dtype=np.int32), count)
 
 
-def _prefill(num_tokens: int, num_sequences: int) -> StepArrays:
-    """`num_tokens` prompt tokens in equal parts, each of which wants logits. All read block 0; nothing is written."""
+def _prefill(num_tokens: int, num_sequences: int, prompt_rows: int = 0) -> StepArrays:
+    """`num_tokens` prompt tokens in equal parts, each of which wants logits, and `prompt_rows` more that do. All read block 0;
+    nothing is written."""
     num_sequences = min(num_sequences, num_tokens)
     start = np.linspace(0, num_tokens, num_sequences + 1).astype(np.int32)
     lengths = np.diff(start)
     positions = (np.arange(num_tokens) - np.repeat(start[:-1], lengths)).astype(np.int32)
     width = int(lengths.max()) // 16 + 1
     return StepArrays(np.zeros(num_tokens, np.int32), positions, np.full(num_tokens, -1, np.int64),
-                      np.zeros((num_sequences, width), np.int32), lengths.astype(np.int32), start, start[1:] - 1, 0)
+                      np.zeros((num_sequences, width), np.int32), lengths.astype(np.int32), start,
+                      np.concatenate((start[1:] - 1, np.arange(min(prompt_rows, num_tokens), dtype=np.int32))), 0)
