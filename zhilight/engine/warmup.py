@@ -53,7 +53,7 @@ def _compile(config: EngineConfig, model: Model, ops: CudaOps, cache: list) -> N
     """Bring the kernels of the model's steps into the disk cache, on all cores."""
     steps = [_decode(padded_batch(count)) for count in DECODE_BATCHES if count <= config.max_num_seqs]
     steps += [_prefill(count, 1) for count in PREFILL_TOKENS if count <= config.max_num_batched_tokens]
-    steps.append(_prefill(config.max_num_batched_tokens, config.max_num_seqs))
+    steps.append(_prefill(config.max_num_batched_tokens, config.max_num_seqs, MAX_PROMPT_ROWS))
     start = time.monotonic()
     with _recording(ops) as kernels:
         for step in steps:
