@@ -21,9 +21,12 @@ TILES = [Tile(columns, share) for columns in (64, 96, 112, 128, 144, 160, 192, 2
 TILES += [Tile(columns, share_x=2) for columns in (64, 128, 192, 256)]
 TILES += [Tile(256, 2, band=4, lag=2), Tile(256, lag=1), Tile(256, 2, 2), Tile(128, 1, 4), Tile(128, 2, 1, 2),
           Tile(192, 1, 2, 2), Tile(192, 1, 2, 4), Tile(128, 1, 4, 2), Tile(128, 2, 2, 2)]
+TILES += [Tile(columns, resident=2) for columns in (48, 64, 96, 112, 128)]
+TILES += [Tile(128, 2, resident=2), Tile(96, 1, 2, 2, resident=2), Tile(128, split=2, resident=2), Tile(64, 2, 4)]
 TILES += [Tile(columns, split=split) for columns, split in (
     (64, 2), (96, 2), (128, 2), (128, 4), (128, 8), (192, 2), (192, 4), (256, 4), (256, 8))]
-EPILOGUE_TILES = [Tile(256, 2), Tile(256, 1), Tile(160, 2), Tile(128), Tile(128, 1, 2, 2), Tile(192, split=4)]
+EPILOGUE_TILES = [Tile(256, 2), Tile(256, 1), Tile(160, 2), Tile(128), Tile(128, 1, 2, 2), Tile(192, split=4),
+                  Tile(128, resident=2)]
 EPILOGUES = [
     {"bias": True}, {"silu_mul": True}, {"silu_mul": True, "bias": True}, {"out_dtype": torch.float32, "scale": 0.25},
     {"dtype": torch.float16}, {"dtype": torch.float16, "bias": True, "silu_mul": True},

@@ -70,15 +70,25 @@ from zhilight.kernels.ptx import (
 STEP = 64
 """K of a stage: 128 bytes a row, the widest swizzle."""
 X_BYTES = ROWS * STEP * 2
-BUFFERS = 2
-STAGING = 8 * BUFFERS * epilogue.ROWS * 128
-SHARED_LIMIT = 232448
+SLAB = epilogue.ROWS * 128
+BARRIERS = 256
+SHARED_LIMIT = {1: 227 << 10, 2: (228 << 10) // 2 - 1024}
+"""Dynamic shared memory of a block, by the blocks that are to be resident on a multiprocessor."""
+THREADS = {1: 384, 2: 288}
+"""Two consumer warpgroups, and for the producer a warpgroup, so that setmaxnreg can take its registers, or a single warp."""
+MAX_REGISTERS = {1: 168, 2: 112}
 MAX_ROWS = 1 << 20
 
 
-def stages_that_fit(tile_n: int) -> int:
+def slabs_of(tile: Tile) -> int:
+    """Slabs of a warp in the epilogue. With two blocks on a multiprocessor the other block fills the wait for one."""
+    return 2 if tile.resident == 1 else 1
+
+
+def stages_that_fit(tile: Tile) -> int:
     """Stages of the ring beside the epilogue's staging, at most 8."""
-    return min(8, (SHARED_LIMIT - STAGING - 1024 - 256) // (X_BYTES + tile_n * STEP * 2))
+    free = SHARED_LIMIT[tile.resident] - 8 * slabs_of(tile) * SLAB - BARRIERS
+    return min(8, free // (X_BYTES + tile.columns * STEP * 2))
 
 
 @cuda.jit(device=True)
@@ -94,11 +104,11 @@ def place(t, rows, columns, band):
 def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, overlap: bool) -> Kernel:
     """The arguments are those of gemm_sm90. Rank in a cluster: ((part of K) * share_x + column) * share_weight + row."""
     tile_n, share_w, share_x, split, lag = tile.columns, tile.share_weight, tile.share_x, tile.split, tile.lag
-    band = tile.band
+    band, resident = tile.band, tile.resident
     share = share_w * share_x
     cluster = share * split
     peers = share_w + share_x - 1
-    stages = stages_that_fit(tile_n)
+    stages, buffers = stages_that_fit(tile), slabs_of(tile)
     x_rows, w_rows = ROWS // share_x, tile_n // share_w
     stage_bytes = X_BYTES + tile_n * STEP * 2
     x_part, w_part = x_rows * STEP * 2, w_rows * STEP * 2
@@ -108,10 +118,11 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
     descriptor = shared_tensor_descriptor(1024)
     multiply = wgmma_shared(tile_n, dtype)
     zero = zeros(tile_n)
-    store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, BUFFERS)
+    store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, buffers)
     scatter = epilogue.scatter(tile_n, split, share)
     gather = epilogue.gather(tile_n, split)
     wait_one, wait_all, wait_stored = wgmma_wait(1), wgmma_wait(0), bulk_wait_read(0)
+    # 56 + 2 x 224 is what a block of 3 x 168 was launched with; asking for more would hang the GPU
     give_registers, take_registers = set_max_registers(56, False), set_max_registers(224, True)
 
     @cuda.jit(device=True)
@@ -130,12 +141,12 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
         else:
             bulk_load_2d(ring + u32(X_BYTES), weight, barrier, kk, column)
 
-    @kernel(threads=384, shared=stages * stage_bytes + STAGING + 1024 + 256, cluster=cluster, min_capability=(9, 0, "a"),
-            max_registers=168)
+    @kernel(threads=THREADS[resident], min_blocks=resident, shared=stages * stage_bytes + 8 * buffers * SLAB + BARRIERS,
+            cluster=cluster, min_capability=(9, 0, "a"), max_registers=MAX_REGISTERS[resident])
     def gemm(x: TensorMap, weight: TensorMap, out: TensorMap, bias_values: Pointer(dtype), scale: f32, m: i32, n: i32, k: i32):
-        base = (shared_address(cuda.shared.array(0, types.uint8)) + u32(1023)) & u32(0xFFFFFC00)
+        base = shared_address(cuda.shared.array(0, types.uint8, 1024))
         staging = base + u32(stages * stage_bytes)
-        full = staging + u32(STAGING)
+        full = staging + u32(8 * buffers * SLAB)
         empty = full + u32(8 * stages)
         tid = i32(cuda.threadIdx.x)
         warpgroup = tid // i32(128)
@@ -154,6 +165,9 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
         if cluster > 1:
             cluster_arrive()
             cluster_wait()
+        if overlap:
+            # the next kernel may take what room is left and fetch its weights; it waits for this one's end by itself
+            grid_dependency_launch()
 
         part = rank // i32(share)
         x_place = rank // i32(share_w) % i32(share_x)
@@ -173,7 +187,8 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
             last_step = steps * (part + i32(1)) // i32(split)
 
         if warpgroup == i32(2):
-            give_registers()
+            if resident == 1:
+                give_registers()
             if tid == i32(256):
                 w_blocks = u32(w_mask) << u32(rank - w_place)
                 x_blocks = u32(x_mask) << u32(part * i32(share) + w_place)
@@ -215,17 +230,16 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                             phase ^= u32(1)
                         step += i32(1)
                     t += tile_step
-                if overlap:
-                    grid_dependency_launch()
             cuda.syncwarp()
         else:
-            take_registers()
+            if resident == 1:
+                take_registers()
             if overlap:
                 grid_dependency_wait()
             lane = u32(tid) % u32(32)
             warp = tid // i32(32)
             thread = tid % i32(128)
-            slabs = staging + u32(warp) * u32(BUFFERS * epilogue.ROWS * 128)
+            slabs = staging + u32(warp) * u32(buffers * SLAB)
             staggered = lag > 0 and last_step - first_step > i32(stages + lag)
             stage = i32(0)
             phase = u32(0)

@@ -58,7 +58,7 @@ def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mu
             emit = _Emitter(builder, arguments[0], arguments[8], out_dtype)
             _, staging, lane, out, column, row, bias_address, n, _ = arguments
             if bias:
-                emit.load_bias(bias_address, builder.mul(column, emit.word(2)) if silu_mul else column, n, lane, columns, dtype)
+                emit.set_bias(bias_address, builder.mul(column, emit.word(2)) if silu_mul else column, n, lane, dtype)
             base = emit.lane_address(staging, lane, pitch, silu_mul)
             odd = emit.asm("{ .reg .u32 t; .reg .pred p; and.b32 t, $1, 1; setp.ne.u32 p, t, 0; "
                            "selp.u32 $0, 0x3276, 0x5410, p; }", [u32], [lane], [u32], memory=False)
@@ -93,7 +93,8 @@ class _Emitter:
         self.acc = acc
         self.scale = scale
         self.pack_name = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": None}[out_dtype.name]
-        self.biases: list | None = None
+        self.bias: tuple | None = None
+        self.loaded: dict[int, list] = {}
 
     def asm(self, text, results, arguments, kinds, memory=True):
         return assemble(self.builder, text, results, arguments, kinds, 0, memory)
@@ -102,25 +103,29 @@ class _Emitter:
     def word(value: int):
         return ir.Constant(ir.IntType(32), value)
 
-    def load_bias(self, address, column, n, lane, columns: int, dtype: DType) -> None:
-        """Two bias values for each eight columns: those of this lane; zero past the end."""
+    def set_bias(self, address, column, n, lane, dtype: DType) -> None:
+        """Where the lane's bias values lie: two of each eight columns."""
         first = self.asm("{ .reg .u32 t; and.b32 t, $1, 3; shl.b32 t, t, 1; add.s32 $0, $2, t; }", [i32], [lane, column],
                          [u32, i32], memory=False)
         pointer = self.asm("{ .reg .s64 t; cvt.s64.s32 t, $2; shl.b64 t, t, 1; add.s64 $0, $1, t; }", [u64], [address, first],
                            [u64, i32], memory=False)
-        short = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
-        widen = "shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;" if short == "bf16" else (
+        widen = "shl.b32 $0, t, 16; and.b32 $1, t, 0xffff0000;" if dtype.name == "bfloat16" else (
             "{ .reg .f16 l, h; mov.b32 {l, h}, t; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }")
-        self.biases = []
-        for j in range(columns // 8):
+        self.bias = (first, n, pointer, widen)
+
+    def bias_pair(self, j: int) -> list:
+        """The two values of accumulator group j, zero past the end; loaded where they are first needed, to save registers."""
+        if j not in self.loaded:
+            *operands, widen = self.bias
             pair = self.asm(f"{{ .reg .pred p; .reg .s32 c; .reg .b32 t; add.s32 c, $2, {8 * j}; setp.lt.s32 p, c, $3; "
-                            f"mov.b32 t, 0; @p ld.global.nc.b32 t, [$4+{16 * j}]; {widen} }}", [f32, f32],
-                            [first, n, pointer], [i32, i32, u64])
-            self.biases.append([self.builder.extract_value(pair, 0), self.builder.extract_value(pair, 1)])
+                            f"mov.b32 t, 0; @p ld.global.nc.b32 t, [$4+{16 * j}]; {widen} }}", [f32, f32], operands,
+                            [i32, i32, u64])
+            self.loaded[j] = [self.builder.extract_value(pair, e) for e in range(2)]
+        return self.loaded[j]
 
     def value(self, j: int, half: int, e: int):
         found = self.builder.extract_value(self.acc, 4 * j + 2 * half + e)
-        return found if self.biases is None else self.builder.fadd(found, self.biases[j][e])
+        return found if self.bias is None else self.builder.fadd(found, self.bias_pair(j)[e])
 
     def pack(self, low, high):
         return self.asm(f"cvt.rn.{self.pack_name}.f32 $0, $2, $1;", [u32], [low, high], [f32, f32], memory=False)

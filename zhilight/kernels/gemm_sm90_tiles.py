@@ -16,7 +16,8 @@ class Tile:
     columns: of a tile (a multiple of 16, at most 256). share_weight: blocks of a cluster, at neighbouring row tiles, that share
     weight tiles. share_x: blocks at neighbouring column tiles that share tiles of x. split: blocks that split K. The product of
     the three is at most 8. band: row tiles (of share_weight x 128) of a band of the raster. lag: stages that the second
-    warpgroup keeps behind the first, so that the epilogue of one falls under the multiplications of the other.
+    warpgroup keeps behind the first, so that the epilogue of one falls under the multiplications of the other. resident: blocks
+    on a multiprocessor, 1 or 2 (2 for at most 128 columns): one's epilogue and start fall under the other's multiplications.
     """
 
     columns: int
@@ -25,11 +26,12 @@ class Tile:
     split: int = 1
     band: int = 8
     lag: int = 0
+    resident: int = 1
 
     @property
     def label(self) -> str:
-        """Such as 256/2.1.1: columns / share_weight . share_x . split."""
-        return f"{self.columns}/{self.share_weight}.{self.share_x}.{self.split}"
+        """Such as 128/2.1.1x2: columns / share_weight . share_x . split x resident."""
+        return f"{self.columns}/{self.share_weight}.{self.share_x}.{self.split}x{self.resident}"
 
     def count(self, m: int, n: int) -> int:
         """Clusters' worth of work."""
@@ -48,7 +50,7 @@ class Tile:
 
     def at_once(self, multiprocessors: int) -> int:
         """Clusters that run at once. Clusters of 4 and 8 do not fill every GPC: they reach 120 of an H200's 132."""
-        return (multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11) // self.cluster
+        return self.resident * (multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11) // self.cluster
 
 
 COLUMNS = (64, 96, 112, 128, 144, 160, 192, 224, 240, 256)
