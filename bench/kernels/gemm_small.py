@@ -1,6 +1,6 @@
 """Dense GEMM for few tokens beside cuBLAS, and the weights of a whole decode step of Llama-3-8B as one CUDA graph.
 
-python bench/kernels/gemm_small.py [--json FILE] [--tokens 1 8 16] [--variants] [--swapped]
+python bench/kernels/gemm_small.py [--json FILE] [--tokens 1 8 16] [--variants small swapped] [--quick]
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from zhilight.driver.dtype import bfloat16, float32
 from zhilight.kernels import gemm_small as small
 from zhilight.kernels import gemm_swapped as swapped
 from zhilight.kernels.attention_decode import attention_decode
-from zhilight.kernels.norm import add_rms_norm
-from zhilight.kernels.rotary import rotary_and_cache
+from zhilight.kernels.gemm import gemm as dense_gemm
+from zhilight.kernels.norm import add_rms_norm, rms_norm_kernel
+from zhilight.kernels.rotary import rotary_and_cache, rotary_kernel
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 LAYER = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False))
@@ -117,7 +118,7 @@ class Step:
         out.append(functools.partial(torch.matmul, self.x[4096], self.head.T))
         return out
 
-    def time(self, calls: list[Callable], replays: int = 5, rounds: int = 5) -> float:
+    def time(self, calls: list[Callable], replays: int = 5, rounds: int = 3) -> float:
         """Median milliseconds a step."""
         graph = self.bench.graph(calls)
         times = []
@@ -159,20 +160,23 @@ def variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False,
                   overlap=overlap)
 
 
-def compile_variants(bench: Bench, tokens: list[int], variants: dict[str, tuple[dict, int]], quick: bool) -> None:
-    """Everything that will run, compiled on all cores before anything is timed."""
-    runtime, kernels = bench.runtime, {}
-    for constants, scale in variants.values():
-        for m in tokens:
-            for n, _, silu_mul in (*LAYER, (4096, 4096, False), (28672, 4096, False), (128256, 4096, False)):
-                for overlap in (True,) if quick else (False, True):
-                    for out_dtype in (bfloat16, float32) if n == 128256 else (bfloat16,):
-                        kernel, _ = variant_kernel(bfloat16, out_dtype, m, n, silu_mul, overlap,
-                                                   runtime.multiprocessors * scale, runtime.capability, constants)
-                        kernels[kernel.name] = kernel
-    for result in compile_all(list(kernels.values()), runtime.capability, progress=False):
-        if result.error or result.resources.stack:
-            print(result.name, result.error or result.resources, flush=True)
+def small_kernels(tokens: list[int], constants: dict, multiprocessors: int, shapes: Any, overlaps: tuple) -> list[Any]:
+    return [variant_kernel(bfloat16, out_dtype, m, n, silu_mul, overlap, multiprocessors, (9, 0, "a"), constants)[0]
+            for m in tokens for n, silu_mul, out_dtype in shapes for overlap in overlaps]
+
+
+def all_kernels(tokens: list[int], alone: list[int], quick: bool, multiprocessors: int, families: list[str]) -> list[Any]:
+    """What a run of the variants launches, to be compiled on all cores before anything is timed."""
+    steps = [(n, silu_mul, bfloat16) for n, _, silu_mul in LAYER] + [(128256, False, float32)]
+    shapes = [(n, False, bfloat16) for n, _ in SHAPES]
+    found = [rms_norm_kernel(4096, bfloat16, True, True), rotary_kernel(32, 8, 128, 128, 64, bfloat16, True)]
+    for family, variants in (("small", VARIANTS), ("swapped", SWAPPED)):
+        for entry in variants.values() if family in families else ():
+            constants, scale = entry if family == "small" else (entry, 1)
+            make = small_kernels if family == "small" else swapped_kernels
+            found += make(tokens, constants, multiprocessors * scale, steps, (True,) if quick else (False, True))
+            found += make(alone, constants, multiprocessors * scale, shapes, (False,))
+    return list({kernel.name: kernel for kernel in found}.values())
 
 
 def swapped_shape(m: int, n: int, blocks: int, split: int, share: int, nbytes: int, multiprocessors: int) -> swapped.Shape:
@@ -183,43 +187,45 @@ def swapped_shape(m: int, n: int, blocks: int, split: int, share: int, nbytes: i
 
 
 def swapped_variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False, overlap: bool = False, *,
-                    blocks: int, split: int, share: int, nbytes: int) -> None:
+                    blocks: int, split: int, share: int, prefetch: int = 0, nbytes: int = 100 << 10) -> None:
     shape = swapped_shape(x.shape[0], weight.shape[0], blocks, split, share, nbytes, runtime.multiprocessors)
-    swapped.gemm_swapped(runtime, x, weight, out, silu_mul=silu_mul, overlap=overlap, shape=shape)
+    swapped.gemm_swapped(runtime, x, weight, out, silu_mul=silu_mul, overlap=overlap, shape=shape, prefetch=prefetch)
 
 
-def compile_swapped(bench: Bench, tokens: list[int], variants: dict[str, dict], quick: bool) -> None:
-    kernels = {}
-    for constants in variants.values():
-        for m in tokens:
-            for n, _, silu_mul in (*LAYER, (28672, 4096, False), (128256, 4096, False)):
-                for overlap in (True,) if quick else (False, True):
-                    for out_dtype in (bfloat16, float32) if n == 128256 else (bfloat16,):
-                        s = swapped_shape(m, n, **constants, multiprocessors=bench.runtime.multiprocessors)
-                        kernel = swapped.gemm_swapped_kernel(bfloat16, out_dtype, swapped.tokens_of(m), s.rows, s.split,
-                                                             s.share, s.stages, False, silu_mul, overlap, s.steps_a_stage)
-                        kernels[kernel.name] = kernel
-    for result in compile_all(list(kernels.values()), bench.runtime.capability, progress=False):
-        if result.error or result.resources.stack:
-            print(result.name, result.error or result.resources, flush=True)
+def swapped_kernels(tokens: list[int], constants: dict, multiprocessors: int, shapes: Any, overlaps: tuple) -> list[Any]:
+    constants = {"nbytes": 100 << 10} | constants
+    prefetch = constants.pop("prefetch", 0)
+    found = []
+    for m in tokens:
+        for n, silu_mul, out_dtype in shapes:
+            for overlap in overlaps:
+                s = swapped_shape(m, n, **constants, multiprocessors=multiprocessors)
+                found.append(swapped.gemm_swapped_kernel(
+                    bfloat16, out_dtype, swapped.tokens_of(m), s.rows, s.split, s.share, s.stages, False, silu_mul, overlap,
+                    s.steps_a_stage, prefetch=prefetch if overlap else 0))
+    return found
 
 
-SWAPPED = {f"swap {blocks}b s{split} x{share}": {"blocks": blocks, "split": split, "share": share, "nbytes": 100 << 10}
-           for blocks, split, share in ((2, 1, 1), (2, 1, 2), (2, 1, 4), (1, 2, 2), (2, 2, 1), (2, 2, 2), (2, 4, 1), (1, 4, 1))}
-"""Blocks a multiprocessor, split of K, blocks that share x."""
+SWAPPED = {f"swap {blocks}b s{split} x{share} pf{prefetch}": {
+               "blocks": blocks, "split": split, "share": share, "prefetch": prefetch}
+           for blocks, split, share, prefetch in ((2, 1, 1, 0), (2, 1, 2, 0), (2, 2, 1, 0), (2, 2, 1, 6), (2, 2, 2, 0),
+                                                  (1, 2, 2, 0), (1, 2, 1, 0))}
+"""Blocks a multiprocessor, split of K, blocks that share x, stages asked into L2."""
 
 VARIANTS = {
     "8x128 s3": ({}, 1),
-    "8x128 s3 256B": ({"wide_fetch": True}, 1),
     "8x128 s3 late": ({"late": True}, 1),
+    "8x128 s3 late pf2": ({"late": True, "prefetch": 2}, 1),
     "8x128 s3 late pf4": ({"late": True, "prefetch": 4}, 1),
-    "8x128 s3 late pf8": ({"late": True, "prefetch": 8}, 1),
-    "8x128p2 s3": ({"parts": 2, "most_tiles": 4}, 1),
-    "8x64p4 s6": ({"k_tile": 64, "parts": 4, "stages": 6, "most_tiles": 2}, 1),
-    "8x64 s6": ({"k_tile": 64, "stages": 6}, 1),
-    "4x128 s3 2 blocks": ({"warps": 4, "min_blocks": 4}, 2),
-    "4x128p2 s6": ({"warps": 4, "parts": 2, "stages": 6, "most_tiles": 4}, 1),
-    "8x128 s3 2 blocks": ({}, 2),
+    "8x128 s3 late pf6": ({"late": True, "prefetch": 6}, 1),
+    "8x128 s3 late pf4 ef": ({"late": True, "prefetch": 4, "evict": True}, 1),
+    "8x128 s3 pf4 ef": ({"prefetch": 4, "evict": True}, 1),
+    "8x128 s3 ef": ({"evict": True}, 1),
+    "8x128 s3 256B late": ({"wide_fetch": True, "late": True}, 1),
+    "8x128p2 s3 late": ({"parts": 2, "most_tiles": 4, "late": True}, 1),
+    "8x64p4 s6 late": ({"k_tile": 64, "parts": 4, "stages": 6, "most_tiles": 2, "late": True}, 1),
+    "4x128p2 s6 late": ({"warps": 4, "parts": 2, "stages": 6, "most_tiles": 4, "late": True}, 1),
+    "4x128 s3 2 blocks late": ({"warps": 4, "min_blocks": 4, "late": True}, 2),
 }
 """Constants and blocks a multiprocessor."""
 
@@ -230,20 +236,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--quick", action="store_true", help="overlapped steps only")
-    parser.add_argument("--variants", action="store_true")
-    parser.add_argument("--swapped", action="store_true")
     parser.add_argument("--alone", type=int, nargs="*", help="token counts to time each shape by itself at; default --tokens")
+    parser.add_argument("--variants", nargs="*", choices=("small", "swapped"), help="other constants than the chosen ones")
     arguments = parser.parse_args()
+    alone = arguments.tokens if arguments.alone is None else arguments.alone
     bench = Bench()
-    gemms: dict[str, Callable] = {"gemm_small": small.gemm_small}
+    gemms: dict[str, Callable] = {} if arguments.variants else {"gemm": dense_gemm}
     if arguments.variants:
-        compile_variants(bench, arguments.tokens, VARIANTS, arguments.quick)
-        gemms = {name: functools.partial(variant, constants=constants, grid_scale=scale)
-                 for name, (constants, scale) in VARIANTS.items()}
-    if arguments.swapped:
-        compile_swapped(bench, arguments.tokens, SWAPPED, arguments.quick)
-        gemms = {name: functools.partial(swapped_variant, **constants) for name, constants in SWAPPED.items()} | (
-            gemms if arguments.variants else {})
+        kernels = all_kernels(arguments.tokens, alone, arguments.quick, bench.runtime.multiprocessors, arguments.variants)
+        for result in compile_all(kernels, bench.runtime.capability, progress=False):
+            if result.error or (result.resources and result.resources.stack):
+                print(result.name, result.error or result.resources, flush=True)
+        if "small" in arguments.variants:
+            gemms |= {name: functools.partial(variant, constants=constants, grid_scale=scale)
+                      for name, (constants, scale) in VARIANTS.items()}
+        if "swapped" in arguments.variants:
+            gemms |= {name: functools.partial(swapped_variant, **constants) for name, constants in SWAPPED.items()}
     records = []
     for m in arguments.tokens:
         step = Step(bench, m, arguments.layers)
@@ -254,7 +262,7 @@ def main() -> None:
                 or not arguments.quick}))
         del step
         torch.cuda.empty_cache()
-    for m in arguments.tokens if arguments.alone is None else arguments.alone:
+    for m in alone:
         records += isolated(bench, m, gemms)
     write(arguments.json, records)
 

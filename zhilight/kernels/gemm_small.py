@@ -30,8 +30,10 @@ from zhilight.kernels.ptx import (
     address,
     cp_async_16_zfill,
     cp_async_16_zfill_256,
+    cp_async_16_zfill_policy,
     cp_async_commit,
     cp_async_wait,
+    evict_first_policy,
     exp2_approx,
     f32,
     grid_dependency_launch,
@@ -78,7 +80,7 @@ def _load_x(pointer, valid):
 def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tiles: int, bias: bool = False,
                       silu_mul: bool = False, overlap: bool = False, warps: int = 8, k_tile: int = 128, parts: int = 1,
                       stages: int = 3, min_blocks: int = 2, wide_fetch: bool = False, late: bool = False,
-                      prefetch: int = 0) -> Kernel:
+                      prefetch: int = 0, evict: bool = False) -> Kernel:
     """token_tiles: tiles of 8 tokens; row_tiles: tiles of 16 rows whose sums a warp holds at a time.
 
     A stage of a warp's ring is 16 rows x k_tile; a warp takes `parts` of them side by side, a step warps * parts * k_tile of K.
@@ -96,11 +98,12 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
     mma, to_bits, to_floats = mma_m16n8k16(dtype), pack(dtype), unpack(dtype)
     wait_tile = cp_async_wait(S - 2)
     copy = cp_async_16_zfill_256 if wide_fetch else cp_async_16_zfill
+    policy_of = evict_first_policy
     wide = out_dtype is float32
     out_bytes = 4 if wide else 2
 
     @cuda.jit(device=True)
-    def load_tile(slot, source, row, k0, last, k, row_bytes, lane):
+    def load_tile(slot, source, row, k0, last, k, row_bytes, lane, policy):
         # rows 4 r + lane / 8, chunk lane % 8; odd rows swap their two 64-byte halves, which frees the reads of conflicts
         chunk = lane % i32(8)
         line = lane // i32(8)
@@ -108,8 +111,12 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         for r in range(4):
             for h in range(HALVES):
                 valid = (row + i32(4 * r) < last) and (k0 + i32(64 * h) < k)
-                copy(target + u32(r * 512 + h * 2048), source + u64(4 * r) * row_bytes + u64(128 * h),
-                     u32(16) if valid else u32(0))
+                if evict:
+                    cp_async_16_zfill_policy(target + u32(r * 512 + h * 2048), source + u64(4 * r) * row_bytes + u64(128 * h),
+                                             u32(16) if valid else u32(0), policy)
+                else:
+                    copy(target + u32(r * 512 + h * 2048), source + u64(4 * r) * row_bytes + u64(128 * h),
+                         u32(16) if valid else u32(0))
 
     @cuda.jit(device=True)
     def advance(source, row, k0, part, i, tiles, first, last, k_first, k, row_bytes):
@@ -153,6 +160,9 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         total = (last - first + i32(15)) // i32(16) * steps * i32(P)
         row_bytes = u64(k) * u64(2)
         ring = memory + u32(warp) * u32(S * STAGE)
+        policy = u64(0)
+        if evict:
+            policy = policy_of()
 
         # the loader's place: this lane's source, row and k; part of the slice, tile of the row group, tiles of the group
         line = lane // i32(8)
@@ -167,7 +177,7 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         write = u32(0)
         for _ in range(S - 1):
             if issued < total:
-                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
+                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane, policy)
                 source, load_row, load_k, load_part, load_i, load_tiles = advance(
                     source, load_row, load_k, load_part, load_i, load_tiles, line, last, k_lane, k, row_bytes)
                 issued += i32(1)
@@ -221,7 +231,7 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
                             cuda.syncwarp()
                             # refill the slot that all lanes have read in the turn before
                             if issued < total:
-                                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
+                                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane, policy)
                                 source, load_row, load_k, load_part, load_i, load_tiles = advance(
                                     source, load_row, load_k, load_part, load_i, load_tiles, line, last, k_lane, k, row_bytes)
                                 issued += i32(1)

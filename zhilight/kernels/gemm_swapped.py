@@ -30,6 +30,7 @@ from zhilight.kernels.ptx import (
     address,
     bulk_load_2d,
     bulk_load_2d_multicast,
+    bulk_prefetch_2d,
     cluster_address,
     cluster_arrive,
     cluster_rank,
@@ -93,7 +94,7 @@ def _store_tile(tokens: int, stride: int):
 @kernel_factory
 def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, split: int, share: int, stages: int,
                         bias: bool = False, silu_mul: bool = False, overlap: bool = False, steps_a_stage: int = 1,
-                        min_blocks: int = 2) -> Kernel:
+                        min_blocks: int = 2, prefetch: int = 0) -> Kernel:
     """tokens: wgmma's n. rows: of the weight a block, a multiple of 8. split x share: the blocks of a cluster; see Shape.
     stages: of the ring, each of steps_a_stage * 64 of K."""
     warpgroups = warpgroups_of(rows)
@@ -158,6 +159,11 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                         for b in range(steps_a_stage):
                             bulk_load_2d(base + u32(s * STAGE + b * PAIR), weight, barrier,
                                          (first + i32(s)) * i32(WIDTH) + i32(b * STEP), first_row)
+                if overlap:
+                    for s in range(stages, stages + prefetch):
+                        if i32(s) < count:
+                            for b in range(steps_a_stage):
+                                bulk_prefetch_2d(weight, (first + i32(s)) * i32(WIDTH) + i32(b * STEP), first_row)
             cuda.syncwarp()
             if share > 1:
                 cluster_wait()  # the neighbours' barriers are ready
@@ -332,7 +338,7 @@ def choose_shape(m: int, n: int, k: int, multiprocessors: int) -> Shape:
 
 
 def gemm_swapped(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None, silu_mul: bool = False, scale: float = 1.0,
-                 overlap: bool = False, shape: Shape | None = None) -> None:
+                 overlap: bool = False, shape: Shape | None = None, prefetch: int = 0) -> None:
     """Queue out = x @ weight.T (see the module) for M up to MAX_TOKENS. Raises ShapeError.
 
     overlap: programmatic dependent launch: x is read only when the kernel before has ended.
@@ -349,7 +355,7 @@ def gemm_swapped(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = No
     tokens = tokens_of(m)
     found = gemm_swapped_kernel(x.dtype, out.dtype, tokens, shape.rows, shape.split, shape.share,
                                 shape.stages, bias is not None, silu_mul,
-                                overlap, shape.steps_a_stage)
+                                overlap, shape.steps_a_stage, prefetch=prefetch if overlap else 0)
     x_map = runtime.tensor_map(x.address, x.dtype, (MAX_ROWS, k), (x.strides[0] * 2,), (tokens // shape.share, STEP))
     weight_map = runtime.tensor_map(weight.address, x.dtype, (n, k), (k * 2,), (shape.rows, STEP))
     tiles = -(-n // (shape.rows * shape.share)) * shape.share
