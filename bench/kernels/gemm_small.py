@@ -208,8 +208,8 @@ def swapped_kernels(tokens: list[int], constants: dict, multiprocessors: int, sh
 
 SWAPPED = {f"swap {blocks}b s{split} x{share} pf{prefetch}": {
                "blocks": blocks, "split": split, "share": share, "prefetch": prefetch}
-           for blocks, split, share, prefetch in ((2, 1, 1, 0), (2, 1, 2, 0), (2, 2, 1, 0), (2, 2, 1, 6), (2, 2, 2, 0),
-                                                  (1, 2, 2, 0), (1, 2, 1, 0))}
+           for blocks, split, share, prefetch in ((2, 1, 1, 0), (2, 1, 2, 0), (2, 1, 4, 0), (2, 2, 1, 0), (2, 2, 1, 6),
+                                                  (2, 2, 2, 0), (2, 2, 4, 0), (1, 2, 2, 0), (1, 2, 4, 0))}
 """Blocks a multiprocessor, split of K, blocks that share x, stages asked into L2."""
 
 VARIANTS = {
