@@ -1,4 +1,5 @@
-"""The dense path on the CPU: NumPy, float32, BLAS threads. A real backend, and the oracle of every kernel's test.
+"""The dense path on the CPU: NumPy, float32, all cores (see `cpu_threads.py`). A real backend, and the oracle of every kernel's
+test.
 
 Weights are float32 in memory, row-major [N, K], so that `x @ weight.T` is one BLAS call without a copy. Workspace
 comes from one arena that only grows, so a step of the same shape meets the same pages again. See `base.py` for the
@@ -20,6 +21,7 @@ from zhilight.errors import OutOfMemory, ShapeError
 from zhilight.ops.base import Fetch, Ops, SampleResult, SamplingBatch, Step, StepArrays
 from zhilight.ops.cpu_attention import decode_attention, prefill_attention
 from zhilight.ops.cpu_sampling import log_probabilities, sample_tokens
+from zhilight.ops.cpu_threads import shared_threads
 
 _CHUNK = 16 << 20
 _ALIGNMENT = 64
@@ -37,6 +39,7 @@ class CpuOps(Ops):
     def __init__(self, poison: bool = False):
         self._workspace = Workspace(poison)
         self._taken = 0
+        self._threads = shared_threads()
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -88,7 +91,7 @@ class CpuOps(Ops):
                out: np.ndarray | None = None) -> np.ndarray:
         _check_columns("x", x, "weight", weight)
         out = self._out(out, (x.shape[0], weight.shape[0]))
-        np.matmul(x, weight.T, out=out)
+        self._threads.matmul(x, weight, out)
         if bias is not None:
             _check_shape("bias", bias, (weight.shape[0],))
             out += bias
@@ -176,7 +179,7 @@ class CpuOps(Ops):
         if step.num_decodes:
             decode_attention(queries, step, kv_cache, scale, window, soft_cap, result)
         for sequence in range(step.num_decodes, step.num_sequences):
-            prefill_attention(queries, step, sequence, kv_cache, scale, window, soft_cap, result)
+            prefill_attention(queries, step, sequence, kv_cache, scale, window, soft_cap, result, self._threads)
         return out
 
     # ---- sampling ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Paged attention with NumPy: decode in batches of sequences, prefill in tiles of queries, both on BLAS.
+"""Paged attention with NumPy: decode in batches of sequences, prefill in tiles of queries, which all threads share.
 
 queries, out : [T, Hq, D] float32;  kv_cache : [B, 2, Hkv, P, D]
 Softmax is over float32 scores with the row's maximum subtracted.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from zhilight.ops.base import Step
+from zhilight.ops.cpu_threads import Threads
 
 _GATHERED = 1 << 20
 """Keys (and as many values) gathered at a time by decode, in elements: 4 MB, which stays in cache."""
@@ -64,7 +65,7 @@ def _decode_group(queries: np.ndarray, step: Step, group: np.ndarray, kv_cache: 
 
 
 def prefill_attention(queries: np.ndarray, step: Step, sequence: int, kv_cache: np.ndarray, scale: float,
-                      window: int | None, soft_cap: float | None, out: np.ndarray) -> None:
+                      window: int | None, soft_cap: float | None, out: np.ndarray, threads: Threads) -> None:
     """One sequence's queries, the last of its context, tile by tile: a tile meets no key after its last query."""
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     first_row, end_row = (int(row) for row in step.host_query_start[sequence:sequence + 2])
@@ -75,26 +76,30 @@ def prefill_attention(queries: np.ndarray, step: Step, sequence: int, kv_cache: 
     first_position = context - (end_row - first_row)
     group = queries.shape[1] // num_kv_heads
     tile = max(1, _SCORES // (group * context))
-    for kv_head in range(num_kv_heads):
+
+    def attend(piece: tuple[int, int]) -> None:
+        kv_head, row = piece
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        for row in range(first_row, end_row, tile):
-            rows = min(tile, end_row - row)
-            position = first_position + row - first_row                              # of the tile's first query
-            first_block = max(0, position - window + 1) // block_size if window else 0
-            blocks = step.block_tables[sequence, first_block:-(-(position + rows) // block_size)]
-            first_key, keys = first_block * block_size, position + rows - first_block * block_size
-            query = queries[row:row + rows, heads].transpose(1, 0, 2) * np.float32(scale)
-            key = kv_cache[blocks, 0, kv_head].reshape(-1, head_dim)[:keys]
-            value = kv_cache[blocks, 1, kv_head].reshape(-1, head_dim)[:keys]
-            scores = (query.reshape(-1, head_dim) @ key.T).reshape(group, rows, keys)
-            if soft_cap:
-                scores = _cap(scores, soft_cap)
-            _mask_causal(scores, position - first_key, window)
-            scores -= scores.max(axis=-1, keepdims=True)
-            np.exp(scores, out=scores)
-            total = scores.sum(axis=-1)[..., None]
-            weighted = (scores.reshape(-1, keys) @ value).reshape(group, rows, head_dim)
-            out[row:row + rows, heads] = (weighted / total).transpose(1, 0, 2)
+        rows = min(tile, end_row - row)
+        position = first_position + row - first_row                                  # of the tile's first query
+        first_block = max(0, position - window + 1) // block_size if window else 0
+        blocks = step.block_tables[sequence, first_block:-(-(position + rows) // block_size)]
+        first_key, keys = first_block * block_size, position + rows - first_block * block_size
+        query = queries[row:row + rows, heads].transpose(1, 0, 2) * np.float32(scale)
+        key = kv_cache[blocks, 0, kv_head].reshape(-1, head_dim)[:keys]
+        value = kv_cache[blocks, 1, kv_head].reshape(-1, head_dim)[:keys]
+        scores = (query.reshape(-1, head_dim) @ key.T).reshape(group, rows, keys)
+        if soft_cap:
+            scores = _cap(scores, soft_cap)
+        _mask_causal(scores, position - first_key, window)
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        total = scores.sum(axis=-1)[..., None]
+        weighted = (scores.reshape(-1, keys) @ value).reshape(group, rows, head_dim)
+        out[row:row + rows, heads] = (weighted / total).transpose(1, 0, 2)
+
+    pieces = [(kv_head, row) for kv_head in range(num_kv_heads) for row in range(first_row, end_row, tile)]
+    threads.run(attend, pieces)
 
 
 def _mask_causal(scores: np.ndarray, first: int, window: int | None) -> None:
