@@ -46,7 +46,7 @@ def main() -> None:
     for load in arguments.load:
         count, rest = load.split("x")
         prompt, output = rest.split("/")
-        run(int(count), int(prompt), 16)  # graphs and kernels
+        run(8, int(prompt), 16)  # the first requests load kernels
         results[load] = run(int(count), int(prompt), int(output))
         print(f"{load}: {results[load]:.0f} output tokens/s", flush=True)
         print(llm.stats(), flush=True)
