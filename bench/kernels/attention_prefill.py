@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--sm80", action="store_true", help="leave the Hopper kernel out")
+    parser.add_argument("--hopper", action="store_true", help="leave the mma.sync kernel out")
     parser.add_argument("--heads", type=int, nargs=2, default=(32, 8))
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=64)
@@ -92,11 +93,11 @@ def main() -> None:
     for length in arguments.lengths:
         prompts = Prompts(max(1, arguments.tokens // length), length, *arguments.heads, arguments.head_dim,
                           arguments.block_size)
-        candidates = {"mma.sync": [prompts.call(bench, module.launch_sm80)]}
+        candidates = {} if arguments.hopper else {"mma.sync": [prompts.call(bench, module.launch_sm80)]}
         if bench.runtime.capability[0] == 9 and not arguments.sm80:
             candidates["wgmma"] = [prompts.call(bench, module.launch_sm90)]
         if arguments.variants:
-            for tiling in ((2, 64, 4), (1, 64, 4), (1, 64, 8), (1, 128, 8), (2, 64, 8), (2, 32, 8)):
+            for tiling in ((2, 32, 4), (2, 64, 4)):
                 candidates["mma m{}k{}w{}".format(*tiling)] = [prompts.call(bench, module.launch_sm80, tiling=tiling)]
         found = peers(prompts, tuple(arguments.peers))
         times = bench.compare(candidates | found, rounds=3, target_ms=6)

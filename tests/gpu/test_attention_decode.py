@@ -33,9 +33,12 @@ def test_block_sizes(runtime, block_size):
     case.check()
 
 
-@pytest.mark.parametrize("group", list(range(1, 17)))
-def test_groups(runtime, group):
-    case = make([700, 65, 8], num_heads=2 * group, num_kv_heads=2, seed=group)
+GROUPS = [*((group, 128) for group in (1, 2, 3, 4, 5, 7, 8, 9, 16)), (16, 80), (8, 256), (12, 64), (1, 192)]
+
+
+@pytest.mark.parametrize(("group", "head_dim"), GROUPS)
+def test_groups(runtime, group, head_dim):
+    case = make([700, 65, 8, 1500], num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, seed=group)
     run(runtime, case)
     case.check()
 
@@ -83,6 +86,19 @@ def test_equal_bits_every_time_and_counters_return_to_zero(runtime):
         torch.cuda.synchronize()
         assert torch.equal(first, case.out)
     case.check()
+
+
+def test_dependent_launch(runtime):
+    if runtime.capability < (9, 0):
+        pytest.skip("programmatic dependent launch needs capability 9.0")
+    case = make([500, 1, 3000, 0, 64], num_heads=32, num_kv_heads=8, seed=9)
+    for _ in range(5):
+        case.out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for _ in range(3):  # each launch may start under the one before it
+            attention_decode(runtime, num_sequences=5, max_context_len=8192, **case.arguments(), overlap=True)
+        runtime.stream.synchronize()
+        case.check()
 
 
 def test_a_row_does_not_depend_on_its_neighbours_beyond_rounding(runtime):

@@ -10,7 +10,7 @@ from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill as module
 
 
-def run(runtime, case: Case, launch: str = "auto", first: int = 0) -> None:
+def run(runtime, case: Case, launch: str = "auto", first: int = 0, overlap: bool = False) -> None:
     starts, contexts = case.query_start, np.asarray(case.contexts, np.int32)
     arguments = case.arguments()
     if launch == "auto":
@@ -23,7 +23,7 @@ def run(runtime, case: Case, launch: str = "auto", first: int = 0) -> None:
         kernel = module.launch_sm90 if launch == "sm90" else module.launch_sm80
         kernel(runtime, query_start=case.device_query_start, first_sequence=first,
                lengths=np.diff(starts[first:]), head_dim=case.head_dim, block_size=case.block_size,
-               overlap=False, **arguments)
+               overlap=overlap, **arguments)
     runtime.stream.synchronize()
 
 
@@ -90,6 +90,15 @@ def test_many_short_sequences(runtime, launch):
     case = Case([p + q for p, q in zip(prefixes, queries, strict=True)], queries, seed=6)
     run(runtime, case, launch)
     case.check()
+
+
+@pytest.mark.parametrize("launch", KERNELS)
+def test_many_long_sequences_with_dependent_launch(runtime, launch):
+    case = Case([129, 700, 1025, 391, 64, 513, 1500, 200], [129, 700, 1000, 260, 64, 513, 1500, 1], num_heads=16, seed=9)
+    for _ in range(3):
+        case.out.fill_(torch.nan)
+        run(runtime, case, launch, overlap=runtime.capability[0] >= 9)
+        case.check()
 
 
 @pytest.mark.parametrize("launch", KERNELS)

@@ -163,3 +163,42 @@ def register_scores_mma(dtype: DType, wide: bool, steps: int, b_stride: int):
         return void(scores, queries, u32), generate
 
     return multiply
+
+
+@functools.cache
+def transposed_values_mma(dtype: DType, head_tiles: int, column_tiles: int, stride: int):
+    """(acc [column_tiles, head_tiles, 4], weights [2 * head_tiles] u32, lane address of V): acc += V^T weights^T, 16 keys.
+
+    The columns of V are the 16 rows of the multiplication and the heads its 8 columns, so that a group of up to 8 heads
+    costs half the instructions and registers of the other way round. The scores' C fragments, packed, are its B fragments.
+    acc: value e of tile d is column 16 d + g + 8 (e / 2), head 2 c + e % 2. Lane addresses as for B of `scores_mma`.
+    """
+    short = _SHORT[dtype.name]
+    count = column_tiles * head_tiles * 4
+    lane = 2 * count + 2 * head_tiles
+    lines = ["{ .reg .b32 a<4>;"]
+    for d in range(column_tiles):
+        lines.append(f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{a0,a1,a2,a3}}, [${lane} + {d * 32}];")
+        for t in range(head_tiles):
+            c = [f"${(d * head_tiles + t) * 4 + i}" for i in range(4)]
+            lines.append(_mma(short, c, ["a0", "a1", "a2", "a3"], f"${2 * count + 2 * t}", f"${2 * count + 2 * t + 1}", c))
+    text = "\n".join([*lines, "}"])
+
+    @intrinsic
+    def multiply(typingctx, acc, weights, v):
+        def generate(context, builder, signature, arguments):
+            data = _pointer(context, builder, signature.args[0], arguments[0])
+            source = _pointer(context, builder, signature.args[1], arguments[1])
+            inputs = [builder.load(_element(builder, data, i)) for i in range(count)]
+            inputs += [builder.load(_element(builder, source, i)) for i in range(2 * head_tiles)]
+            kind = ir.FunctionType(ir.LiteralStructType([_F32] * count), [_F32] * count + [_I32] * (2 * head_tiles + 1))
+            constraints = ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["r"] * (2 * head_tiles + 1)
+                                   + ["~{memory}"])
+            value = builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), [*inputs, arguments[2]])
+            for i in range(count):
+                builder.store(builder.extract_value(value, i), _element(builder, data, i))
+            return context.get_dummy_value()
+
+        return void(acc, weights, u32), generate
+
+    return multiply
