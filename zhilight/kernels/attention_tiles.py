@@ -6,9 +6,8 @@ most keys, comes first.
 """
 
 from numba import cuda
-from numba.cuda import types
 
-from zhilight.kernels.ptx import FULL_WARP, exp2_approx, f32, i32, reciprocal_approx, u32
+from zhilight.kernels.ptx import FULL_WARP, exp2_approx, f32, i32, reciprocal_approx
 
 LOG2_E = 1.4426950408889634
 HIDDEN = -2e30
@@ -56,5 +55,3 @@ def cap_score(score, inner, outer):
     doubled = exp2_approx(score * (inner * f32(2 * LOG2_E)))
     return outer - f32(2) * outer * reciprocal_approx(doubled + f32(1))
 
-
-__all__ = ["HIDDEN", "LOG2_E", "LOWEST", "cap_score", "find_tile", "types", "u32"]
