@@ -146,7 +146,7 @@ def variant_kernel(dtype: Any, out_dtype: Any, m: int, n: int, silu_mul: bool, o
                    capability: Any, constants: dict) -> tuple[Any, Any]:
     """gemm_small's kernel and plan with other constants than its plan's."""
     p = small.plan(m, n, silu_mul, multiprocessors, capability)
-    options = {"k_tile": p.k_tile, "stages": p.stages, "min_blocks": p.min_blocks} | constants
+    options = {"k_tile": p.k_tile, "stages": p.stages} | constants
     row_tiles = min(p.row_tiles, options.pop("most_tiles", 8))
     return small.gemm_small_kernel(dtype, out_dtype, p.token_tiles, row_tiles, silu_mul=silu_mul, overlap=overlap, **options), p
 
@@ -170,62 +170,36 @@ def all_kernels(tokens: list[int], alone: list[int], quick: bool, multiprocessor
     steps = [(n, silu_mul, bfloat16) for n, _, silu_mul in LAYER] + [(128256, False, float32)]
     shapes = [(n, False, bfloat16) for n, _ in SHAPES]
     found = [rms_norm_kernel(4096, bfloat16, True, True), rotary_kernel(32, 8, 128, 128, 64, bfloat16, True)]
-    for family, variants in (("small", VARIANTS), ("swapped", SWAPPED)):
-        for entry in variants.values() if family in families else ():
-            constants, scale = entry if family == "small" else (entry, 1)
-            make = small_kernels if family == "small" else swapped_kernels
-            found += make(tokens, constants, multiprocessors * scale, steps, (True,) if quick else (False, True))
-            found += make(alone, constants, multiprocessors * scale, shapes, (False,))
+    overlaps = (True,) if quick else (False, True)
+    for constants, scale in VARIANTS.values() if "small" in families else ():
+        found += small_kernels(tokens, constants, multiprocessors * scale, steps, overlaps)
+        found += small_kernels(alone, constants, multiprocessors * scale, shapes, (False,))
+    if "swapped" in families:
+        found += swapped_kernels(tokens, multiprocessors, steps, overlaps)
+        found += swapped_kernels(alone, multiprocessors, shapes, (False,))
     return list({kernel.name: kernel for kernel in found}.values())
 
 
-def swapped_shape(m: int, n: int, blocks: int, split: int, share: int, nbytes: int, multiprocessors: int) -> swapped.Shape:
-    tokens = swapped.tokens_of(m)
-    share = min(share, tokens // 8)
-    rows = swapped.rows_of(n, split, share, multiprocessors * blocks // 2)
-    return swapped.ring(rows, split, share, tokens, nbytes)
-
-
-def swapped_variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False, overlap: bool = False, *,
-                    blocks: int, split: int, share: int, prefetch: int = 0, nbytes: int = 100 << 10) -> None:
-    shape = swapped_shape(x.shape[0], weight.shape[0], blocks, split, share, nbytes, runtime.multiprocessors)
-    swapped.gemm_swapped(runtime, x, weight, out, silu_mul=silu_mul, overlap=overlap, shape=shape, prefetch=prefetch)
-
-
-def swapped_kernels(tokens: list[int], constants: dict, multiprocessors: int, shapes: Any, overlaps: tuple) -> list[Any]:
-    constants = {"nbytes": 100 << 10} | constants
-    prefetch = constants.pop("prefetch", 0)
+def swapped_kernels(tokens: list[int], multiprocessors: int, shapes: Any, overlaps: tuple) -> list[Any]:
     found = []
     for m in tokens:
         for n, silu_mul, out_dtype in shapes:
             for overlap in overlaps:
-                s = swapped_shape(m, n, **constants, multiprocessors=multiprocessors)
-                found.append(swapped.gemm_swapped_kernel(
-                    bfloat16, out_dtype, swapped.tokens_of(m), s.rows, s.split, s.share, s.stages, False, silu_mul, overlap,
-                    s.steps_a_stage, prefetch=prefetch if overlap else 0))
+                s = swapped.choose_shape(m, n, 4096, multiprocessors)
+                found.append(swapped.gemm_swapped_kernel(bfloat16, out_dtype, swapped.tokens_of(m), s.rows, s.split, s.stages,
+                                                         False, silu_mul, overlap, s.steps_a_stage))
     return found
 
 
-SWAPPED = {f"swap {blocks}b s{split} x{share} pf{prefetch}": {
-               "blocks": blocks, "split": split, "share": share, "prefetch": prefetch}
-           for blocks, split, share, prefetch in ((2, 1, 1, 0), (2, 1, 2, 0), (2, 1, 4, 0), (2, 2, 1, 0), (2, 2, 1, 6),
-                                                  (2, 2, 2, 0), (2, 2, 4, 0), (1, 2, 2, 0), (1, 2, 4, 0))}
-"""Blocks a multiprocessor, split of K, blocks that share x, stages asked into L2."""
-
 VARIANTS = {
-    "8x128 s3": ({}, 1),
-    "8x128 s3 late": ({"late": True}, 1),
-    "8x128 s3 late pf2": ({"late": True, "prefetch": 2}, 1),
-    "8x128 s3 late pf4": ({"late": True, "prefetch": 4}, 1),
-    "8x128 s3 late pf6": ({"late": True, "prefetch": 6}, 1),
-    "8x128 s3 late pf4 ef": ({"late": True, "prefetch": 4, "evict": True}, 1),
-    "8x128 s3 pf4 ef": ({"prefetch": 4, "evict": True}, 1),
-    "8x128 s3 ef": ({"evict": True}, 1),
-    "8x128 s3 256B late": ({"wide_fetch": True, "late": True}, 1),
-    "8x128p2 s3 late": ({"parts": 2, "most_tiles": 4, "late": True}, 1),
-    "8x64p4 s6 late": ({"k_tile": 64, "parts": 4, "stages": 6, "most_tiles": 2, "late": True}, 1),
-    "4x128p2 s6 late": ({"warps": 4, "parts": 2, "stages": 6, "most_tiles": 4, "late": True}, 1),
-    "4x128 s3 2 blocks late": ({"warps": 4, "min_blocks": 4, "late": True}, 2),
+    "8x128 s6": ({}, 1),
+    "8x128 s5": ({"stages": 5}, 1),
+    "8x128 s4": ({"stages": 4}, 1),
+    "8x64 s12": ({"k_tile": 64, "stages": 12}, 1),
+    "8x128p2 s6": ({"parts": 2, "most_tiles": 4}, 1),
+    "8x128 s3 2 blocks": ({"stages": 3}, 2),
+    "8x64 s6 2 blocks": ({"k_tile": 64, "stages": 6}, 2),
+    "4x128 s6 2 blocks": ({"warps": 4}, 2),
 }
 """Constants and blocks a multiprocessor."""
 
@@ -251,7 +225,7 @@ def main() -> None:
             gemms |= {name: functools.partial(variant, constants=constants, grid_scale=scale)
                       for name, (constants, scale) in VARIANTS.items()}
         if "swapped" in arguments.variants:
-            gemms |= {name: functools.partial(swapped_variant, **constants) for name, constants in SWAPPED.items()}
+            gemms["swapped"] = swapped.gemm_swapped
     records = []
     for m in arguments.tokens:
         step = Step(bench, m, arguments.layers)

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from tests.gpu.gemm_cases import Case, argument, assert_case, make_runtime, run_case  # noqa: E402
 from zhilight.errors import ShapeError  # noqa: E402
-from zhilight.kernels.gemm_small import MAX_TOKENS, gemm_small  # noqa: E402
+from zhilight.kernels.gemm_small import MAX_TOKENS, gemm_small, gemm_small_kernel  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,21 @@ def test_epilogues(runtime, dtype, bias, silu_mul, wide):
         scale = 0.25 if wide else 1.0
         case = Case(m, 1504, 776, dtype, torch.float32 if wide else None, bias, silu_mul, scale, x_gap=8, out_gap=3)
         assert_case(gemm_small, runtime, case, seed=m)
+
+
+@pytest.mark.parametrize(("warps", "k_tile", "parts", "stages"), [(8, 128, 1, 6), (8, 128, 1, 3), (8, 64, 1, 5), (8, 128, 2, 4),
+                                                                (4, 128, 1, 6)])
+def test_every_cut(runtime, warps, k_tile, parts, stages):
+    """Rings and steps of other capabilities, row groups that end early, K that ends within a step."""
+    def gemm(runtime, x, weight, out, bias, silu_mul):
+        (m, k), n = x.shape, weight.shape[0]
+        for rows in (40, 114):
+            kernel = gemm_small_kernel(x.dtype, out.dtype, 1, 4, warps=warps, k_tile=k_tile, parts=parts, stages=stages)
+            kernel.launch(-(-n // rows), x, weight, weight, out, m, n, k, x.strides[0], out.strides[0], rows, 1.0,
+                          stream=runtime.stream)
+
+    for m, n, k in ((1, 776, 2056), (8, 1000, 1032), (5, 48, 8)):
+        assert_case(gemm, runtime, Case(m, n, k), seed=n)
 
 
 def test_equal_bits_every_time(runtime):

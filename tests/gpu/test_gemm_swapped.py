@@ -32,10 +32,10 @@ def test_ragged_shapes(runtime, m, n, k):
 
 
 @pytest.mark.parametrize("rows", [8, 56, 64, 72, 128])
-@pytest.mark.parametrize(("split", "share"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 4), (2, 4)])
-def test_every_cut(runtime, rows, split, share):
-    for m in (7, 30, 64) if share == 1 else (30, 64):
-        gemm = functools.partial(gemm_swapped, shape=ring(rows, split, share, tokens_of(m)))
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
+def test_every_cut(runtime, rows, split):
+    for m in (7, 64):
+        gemm = functools.partial(gemm_swapped, shape=ring(rows, split, tokens_of(m)))
         assert_case(gemm, runtime, Case(m, 776, 2056), seed=m)
 
 
@@ -53,7 +53,7 @@ def test_equal_bits_every_time(runtime):
     x, weight = torch.randn(64, 4096, device="cuda").bfloat16(), torch.randn(4608, 4096, device="cuda").bfloat16()
     outs = [torch.empty(64, 4608, device="cuda", dtype=torch.bfloat16) for _ in range(10)]
     for out in outs:
-        gemm_swapped(runtime, argument(x), argument(weight), argument(out), shape=ring(72, 2, 1, 64))
+        gemm_swapped(runtime, argument(x), argument(weight), argument(out), shape=ring(72, 2, 64))
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 

@@ -29,11 +29,8 @@ from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import (
     address,
     cp_async_16_zfill,
-    cp_async_16_zfill_256,
-    cp_async_16_zfill_policy,
     cp_async_commit,
     cp_async_wait,
-    evict_first_policy,
     exp2_approx,
     f32,
     grid_dependency_launch,
@@ -45,7 +42,6 @@ from zhilight.kernels.ptx import (
     load_shared_v4,
     mma_m16n8k16,
     pack,
-    prefetch_l2,
     reciprocal_approx,
     shared_address,
     store_global_b16,
@@ -79,11 +75,11 @@ def _load_x(pointer, valid):
 @kernel_factory
 def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tiles: int, bias: bool = False,
                       silu_mul: bool = False, overlap: bool = False, warps: int = 8, k_tile: int = 128, parts: int = 1,
-                      stages: int = 3, min_blocks: int = 2, wide_fetch: bool = False, late: bool = False,
-                      prefetch: int = 0, evict: bool = False) -> Kernel:
+                      stages: int = 6) -> Kernel:
     """token_tiles: tiles of 8 tokens; row_tiles: tiles of 16 rows whose sums a warp holds at a time.
 
-    A stage of a warp's ring is 16 rows x k_tile; a warp takes `parts` of them side by side, a step warps * parts * k_tile of K.
+    A stage of a warp's ring is 16 rows x k_tile; a warp takes `parts` of them side by side, a step warps * parts * k_tile
+    of K. Half of the registers are left to the blocks of other kernels, except with four token tiles.
     """
     NT, TR, W, KT, S, P = token_tiles, row_tiles, warps, k_tile, stages, parts
     SLICE = P * KT
@@ -97,13 +93,11 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
     FRAGMENT = 8 * _TOKEN_STRIDE * 4
     mma, to_bits, to_floats = mma_m16n8k16(dtype), pack(dtype), unpack(dtype)
     wait_tile = cp_async_wait(S - 2)
-    copy = cp_async_16_zfill_256 if wide_fetch else cp_async_16_zfill
-    policy_of = evict_first_policy
     wide = out_dtype is float32
     out_bytes = 4 if wide else 2
 
     @cuda.jit(device=True)
-    def load_tile(slot, source, row, k0, last, k, row_bytes, lane, policy):
+    def load_tile(slot, source, row, k0, last, k, row_bytes, lane):
         # rows 4 r + lane / 8, chunk lane % 8; odd rows swap their two 64-byte halves, which frees the reads of conflicts
         chunk = lane % i32(8)
         line = lane // i32(8)
@@ -111,12 +105,8 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         for r in range(4):
             for h in range(HALVES):
                 valid = (row + i32(4 * r) < last) and (k0 + i32(64 * h) < k)
-                if evict:
-                    cp_async_16_zfill_policy(target + u32(r * 512 + h * 2048), source + u64(4 * r) * row_bytes + u64(128 * h),
-                                             u32(16) if valid else u32(0), policy)
-                else:
-                    copy(target + u32(r * 512 + h * 2048), source + u64(4 * r) * row_bytes + u64(128 * h),
-                         u32(16) if valid else u32(0))
+                cp_async_16_zfill(target + u32(r * 512 + h * 2048), source + u64(4 * r) * row_bytes + u64(128 * h),
+                                  u32(16) if valid else u32(0))
 
     @cuda.jit(device=True)
     def advance(source, row, k0, part, i, tiles, first, last, k_first, k, row_bytes):
@@ -142,7 +132,7 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
                     tiles = min(i32(TR), (last - row + first + i32(15)) // i32(16))
         return source, row, k0, part, i, tiles
 
-    @kernel(threads=W * 32, min_blocks=min_blocks, shared=RING + W * F * FRAGMENT)
+    @kernel(threads=W * 32, min_blocks=16 // W if NT <= 2 else 1, shared=RING + W * F * FRAGMENT)
     def gemm_small(x: Pointer(dtype), weight: Pointer(dtype), bias_: Pointer(dtype), out: Pointer(out_dtype), m: i32, n: i32,
                    k: i32, x_stride: i32, out_stride: i32, rows: i32, scale: f32):
         memory = shared_address(cuda.shared.array(0, types.uint8))
@@ -151,7 +141,7 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         warp = tid // i32(32)
         g = lane // i32(4)
         c = lane % i32(4)
-        if overlap and not late:
+        if overlap:
             grid_dependency_launch()
 
         first = i32(cuda.blockIdx.x) * rows
@@ -160,9 +150,6 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         total = (last - first + i32(15)) // i32(16) * steps * i32(P)
         row_bytes = u64(k) * u64(2)
         ring = memory + u32(warp) * u32(S * STAGE)
-        policy = u64(0)
-        if evict:
-            policy = policy_of()
 
         # the loader's place: this lane's source, row and k; part of the slice, tile of the row group, tiles of the group
         line = lane // i32(8)
@@ -177,26 +164,12 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         write = u32(0)
         for _ in range(S - 1):
             if issued < total:
-                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane, policy)
+                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
                 source, load_row, load_k, load_part, load_i, load_tiles = advance(
                     source, load_row, load_k, load_part, load_i, load_tiles, line, last, k_lane, k, row_bytes)
                 issued += i32(1)
             cp_async_commit()
             write += u32(STAGE)
-        if overlap and prefetch > 0:
-            # a lane asks for one line of 128 bytes: row lane % 16, half lane / 16 of the tile
-            row = load_row - line + lane % i32(16)
-            half = (lane // i32(16)) * i32(64)
-            ahead = address(weight) + u64(row) * row_bytes + u64(load_k - k_lane + warp * i32(SLICE) + half) * u64(2)
-            ahead_k = load_k - k_lane + warp * i32(SLICE) + half
-            part = load_part
-            i = load_i
-            tiles = load_tiles
-            for _ in range(prefetch):
-                if (row < last) and (ahead_k < k) and (lane < i32(16 * HALVES)):
-                    prefetch_l2(ahead)
-                ahead, row, ahead_k, part, i, tiles = advance(
-                    ahead, row, ahead_k, part, i, tiles, lane % i32(16), last, warp * i32(SLICE) + half, k, row_bytes)
         if overlap:
             grid_dependency_wait()
 
@@ -231,12 +204,10 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
                             cuda.syncwarp()
                             # refill the slot that all lanes have read in the turn before
                             if issued < total:
-                                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane, policy)
+                                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
                                 source, load_row, load_k, load_part, load_i, load_tiles = advance(
                                     source, load_row, load_k, load_part, load_i, load_tiles, line, last, k_lane, k, row_bytes)
                                 issued += i32(1)
-                            elif overlap and late:
-                                grid_dependency_launch()
                             cp_async_commit()
                             write += u32(STAGE)
                             if write == u32(S * STAGE):
@@ -312,21 +283,23 @@ class Plan:
     grid: int
     k_tile: int
     stages: int
-    min_blocks: int
 
 
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, silu_mul: bool, multiprocessors: int, capability: Capability) -> Plan:
-    """The rows go evenly over the multiprocessors (in pairs for silu_mul); few rows a block need few sums at a time."""
+    """One block a multiprocessor, the rows evenly over them (in pairs for silu_mul); few rows need few sums at a time.
+
+    The ring takes so much shared memory that a multiprocessor has room for one block: that alone spreads the blocks
+    evenly when the next kernel of the graph starts while this one's last blocks still run.
+    """
     step = 2 if silu_mul else 1
     rows = -(-n // (multiprocessors * step)) * step
     tiles = -(-rows // 16)
     token_tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-    row_tiles = {1: 2 if tiles <= 2 else 4 if tiles <= 4 else 8, 2: 2, 4: 2}[token_tiles]
-    roomy = capability[:2] in ((8, 0), (9, 0))  # 164 and 228 KB of shared memory a multiprocessor; 100 elsewhere
-    k_tile = 128 if roomy and token_tiles == 1 else 64
-    return Plan(token_tiles, row_tiles, rows, -(-n // rows), k_tile, 3 if k_tile == 128 else 6 if roomy else 5,
-                2 if roomy and token_tiles < 4 else 1)
+    row_tiles = 2 if tiles <= 2 or token_tiles > 1 else 4 if tiles <= 4 else 8
+    shared = {(8, 0): 163, (9, 0): 227}.get(capability[:2], 99)  # KB a block can have
+    k_tile = 128 if shared > 99 and token_tiles <= 2 else 64
+    return Plan(token_tiles, row_tiles, rows, -(-n // rows), k_tile, min(6, (shared - 10) // (k_tile // 4)))
 
 
 def check_arguments(name: str, x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool) -> tuple[int, int, int]:
@@ -366,14 +339,16 @@ def gemm_small(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None
     overlap = overlap and runtime.capability[0] >= 9
     p = plan(m, n, silu_mul, runtime.multiprocessors, runtime.capability)
     gemm_small_kernel(x.dtype, out.dtype, p.token_tiles, p.row_tiles, bias is not None, silu_mul, overlap, k_tile=p.k_tile,
-                      stages=p.stages, min_blocks=p.min_blocks).launch(
+                      stages=p.stages).launch(
         p.grid, x, weight, bias if bias is not None else weight, out, m, n, k, x.strides[0], out.strides[0], p.rows, scale,
         stream=runtime.stream, overlap=overlap)
 
 
 def catalogue() -> Iterator[Kernel]:
-    """The code paths: one to four token tiles, each epilogue, in the shorter ring that fits sm_86 and sm_89."""
+    """The code paths: one to four token tiles, each epilogue, in the ring of sm_86 and sm_89 and in that of sm_80."""
     for token_tiles, row_tiles in ((1, 2), (1, 8), (2, 2), (4, 2)):
-        yield gemm_small_kernel(bfloat16, bfloat16, token_tiles, row_tiles, k_tile=64, stages=5, min_blocks=1)
-    yield gemm_small_kernel(float16, float16, 1, 4, bias=True, silu_mul=True, k_tile=64, stages=5, min_blocks=1)
-    yield gemm_small_kernel(bfloat16, float32, 1, 8, k_tile=64, stages=5, min_blocks=1)
+        yield gemm_small_kernel(bfloat16, bfloat16, token_tiles, row_tiles, k_tile=64, stages=5)
+    for token_tiles, row_tiles in ((1, 2), (1, 8), (2, 2)):
+        yield gemm_small_kernel(bfloat16, bfloat16, token_tiles, row_tiles, silu_mul=True, stages=4)
+    yield gemm_small_kernel(float16, float16, 1, 4, bias=True, silu_mul=True, k_tile=64, stages=5)
+    yield gemm_small_kernel(bfloat16, float32, 1, 8, k_tile=64, stages=5)

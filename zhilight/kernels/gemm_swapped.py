@@ -2,8 +2,7 @@
 
 Same operands, epilogues and result as gemm_small. A block takes up to 128 rows of the weight (wgmma's m64, one or two
 warpgroups) and all tokens (wgmma's n8 to n128), so that tokens are not padded to 64 rows and the weights pass through the
-tensor cores once. The blocks of a cluster split K, and their float32 tiles meet in distributed shared memory in a fixed
-order; or they take neighbouring rows and share the tiles of x by multicast, which is what L2 delivers besides the weights.
+tensor cores once. The blocks of a cluster split K, and their float32 tiles meet in distributed shared memory in a fixed order.
 
 The tile height is any multiple of 8 (the box of the tensor map), chosen so that the blocks fill the multiprocessors evenly;
 wgmma's rows beyond it read whatever lies behind the tile, and are dropped. The last row of the token box is token M - 1: what
@@ -29,8 +28,6 @@ from zhilight.kernels.ptx import (
     accumulator,
     address,
     bulk_load_2d,
-    bulk_load_2d_multicast,
-    bulk_prefetch_2d,
     cluster_address,
     cluster_arrive,
     cluster_rank,
@@ -44,7 +41,6 @@ from zhilight.kernels.ptx import (
     load_global_v2,
     load_shared_f32x4,
     mbarrier_arrive,
-    mbarrier_arrive_cluster,
     mbarrier_expect,
     mbarrier_init,
     mbarrier_wait,
@@ -92,10 +88,9 @@ def _store_tile(tokens: int, stride: int):
 
 
 @kernel_factory
-def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, split: int, share: int, stages: int,
-                        bias: bool = False, silu_mul: bool = False, overlap: bool = False, steps_a_stage: int = 1,
-                        min_blocks: int = 2, prefetch: int = 0) -> Kernel:
-    """tokens: wgmma's n. rows: of the weight a block, a multiple of 8. split x share: the blocks of a cluster; see Shape.
+def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, split: int, stages: int, bias: bool = False,
+                        silu_mul: bool = False, overlap: bool = False, steps_a_stage: int = 1) -> Kernel:
+    """tokens: wgmma's n. rows: of the weight a block, a multiple of 8. split: blocks of a cluster, which share K.
     stages: of the ring, each of steps_a_stage * 64 of K."""
     warpgroups = warpgroups_of(rows)
     WEIGHT = rows * STEP * 2
@@ -105,22 +100,13 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
     RING = max(stages * STAGE + max(0, warpgroups * 8192 - PAIR), tokens * STRIDE)
     WIDTH = steps_a_stage * STEP
     CONSUMERS = warpgroups * 128
-    cluster = split * share
-    X_PART = tokens // share
     QUADS = warpgroups * 16
     multiply, zero, descriptor = wgmma_shared(tokens, dtype), zeros(tokens), shared_tensor_descriptor(1024)
     store_tile, to_bits, to_floats = _store_tile(tokens, STRIDE), pack(dtype), unpack(dtype)
     wait_one, wait_all = wgmma_wait(1), wgmma_wait(0)
     wide = out_dtype is float32
 
-    @cuda.jit(device=True)
-    def load_x(target, x, barrier, column, row, everyone):
-        if share > 1:
-            bulk_load_2d_multicast(target, x, barrier, column, row, everyone)
-        else:
-            bulk_load_2d(target, x, barrier, column, row)
-
-    @kernel(threads=CONSUMERS + 32, min_blocks=min_blocks, shared=RING + 1024 + 256, cluster=cluster,
+    @kernel(threads=CONSUMERS + 32, min_blocks=2, shared=RING + 1024 + 256, cluster=split,
             min_capability=(9, 0, "a"))
     def gemm_swapped(x: TensorMap, weight: TensorMap, bias_: Pointer(dtype), out: Pointer(out_dtype), m: i32, n: i32, k: i32,
                      out_stride: i32, scale: f32):
@@ -128,12 +114,10 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
         full = base + u32(RING)
         empty = full + u32(8 * stages)
         tid = i32(cuda.threadIdx.x)
-        rank = i32(0)
-        if cluster > 1:
-            rank = i32(cluster_rank())
-        part = rank // i32(share)  # of K
-        neighbour = rank % i32(share)
-        first_row = (i32(cuda.blockIdx.x) // i32(cluster) * i32(share) + neighbour) * i32(rows)
+        part = i32(0)  # of K
+        if split > 1:
+            part = i32(cluster_rank())
+        first_row = i32(cuda.blockIdx.x) // i32(split) * i32(rows)
         steps = (k + i32(WIDTH - 1)) // i32(WIDTH)
         first = steps * part // i32(split)
         count = steps * (part + i32(1)) // i32(split) - first
@@ -144,11 +128,9 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
             prefetch_tensor_map(x)
             for s in range(stages):
                 mbarrier_init(full + u32(8 * s), u32(1))
-                mbarrier_init(empty + u32(8 * s), u32(warpgroups * share))
+                mbarrier_init(empty + u32(8 * s), u32(warpgroups))
             fence_mbarrier_init()
         cuda.syncthreads()
-        if share > 1:
-            cluster_arrive()
 
         if tid >= i32(CONSUMERS):
             if tid == i32(CONSUMERS):
@@ -160,24 +142,12 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                             bulk_load_2d(base + u32(s * STAGE + b * PAIR), weight, barrier,
                                          (first + i32(s)) * i32(WIDTH) + i32(b * STEP), first_row)
                 if overlap:
-                    for s in range(stages, stages + prefetch):
-                        if i32(s) < count:
-                            for b in range(steps_a_stage):
-                                bulk_prefetch_2d(weight, (first + i32(s)) * i32(WIDTH) + i32(b * STEP), first_row)
-            cuda.syncwarp()
-            if share > 1:
-                cluster_wait()  # the neighbours' barriers are ready
-            if tid == i32(CONSUMERS):
-                if overlap:
                     grid_dependency_wait()
-                x_place = u32(WEIGHT) + u32(neighbour) * u32(X_PART * STEP * 2)
-                x_row = m - i32(tokens) + neighbour * i32(X_PART)
-                everyone = u32((1 << share) - 1) << u32(part * i32(share))
                 for s in range(stages):
                     if i32(s) < count:
                         for b in range(steps_a_stage):
-                            load_x(base + u32(s * STAGE + b * PAIR) + x_place, x, full + u32(8 * s),
-                                   (first + i32(s)) * i32(WIDTH) + i32(b * STEP), x_row, everyone)
+                            bulk_load_2d(base + u32(s * STAGE + b * PAIR + WEIGHT), x, full + u32(8 * s),
+                                         (first + i32(s)) * i32(WIDTH) + i32(b * STEP), m - i32(tokens))
                 stage = i32(0)
                 phase = u32(0)
                 i = i32(stages)
@@ -189,7 +159,7 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                     mbarrier_expect(barrier, u32(STAGE))
                     for b in range(steps_a_stage):
                         bulk_load_2d(slot + u32(b * PAIR), weight, barrier, kk + i32(b * STEP), first_row)
-                        load_x(slot + u32(b * PAIR) + x_place, x, barrier, kk + i32(b * STEP), x_row, everyone)
+                        bulk_load_2d(slot + u32(b * PAIR + WEIGHT), x, barrier, kk + i32(b * STEP), m - i32(tokens))
                     stage += i32(1)
                     if stage == i32(stages):
                         stage = i32(0)
@@ -199,12 +169,9 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
             if split > 1:
                 cluster_arrive()
                 cluster_wait()
-            if cluster > 1:
                 cluster_arrive()
                 cluster_wait()
         else:
-            if share > 1:
-                cluster_wait()
             if overlap:
                 grid_dependency_wait()
             warpgroup = tid // i32(128)
@@ -223,12 +190,8 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                         acc = multiply(acc, a + u64(pair * (PAIR // 16) + 2 * q), b + u64(pair * (PAIR // 16) + 2 * q), i32(1))
                 wgmma_commit()
                 wait_one()
-                if i > 0:
-                    if share > 1:
-                        if tid % i32(128) < i32(share):
-                            mbarrier_arrive_cluster(empty + u32(previous) * u32(8), u32(part * i32(share) + tid % i32(128)))
-                    elif tid % i32(128) == i32(0):
-                        mbarrier_arrive(empty + u32(previous) * u32(8))
+                if i > 0 and tid % i32(128) == i32(0):
+                    mbarrier_arrive(empty + u32(previous) * u32(8))
                 previous = stage
                 stage += i32(1)
                 if stage == i32(stages):
@@ -262,7 +225,7 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                 if split > 1:
                     y0, y1, y2, y3 = b0, b1, b2, b3
                     for r in range(split):
-                        v = load_cluster_f32x4(cluster_address(place, u32(i32(r * share) + neighbour)))
+                        v = load_cluster_f32x4(cluster_address(place, u32(r)))
                         y0 += v[0]
                         y1 += v[1]
                         y2 += v[2]
@@ -287,8 +250,8 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
                         else:
                             store_global_v2(p, to_bits(y0, y1), to_bits(y2, y3))
                 token += i32(CONSUMERS // QUADS)
-            if cluster > 1:
-                # the tile and the barriers must outlive the neighbours' reads and arrivals
+            if split > 1:
+                # the tile must outlive the neighbours' reads
                 cluster_arrive()
                 cluster_wait()
 
@@ -297,12 +260,11 @@ def gemm_swapped_kernel(dtype: DType, out_dtype: DType, tokens: int, rows: int, 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a GEMM is cut: rows of the weight a block; blocks of a cluster that split K, and blocks with neighbouring rows that
-    share x (each loads a part of its tile for all); stages of the ring, each of steps_a_stage * 64 of K."""
+    """How a GEMM is cut: rows of the weight a block; blocks of a cluster, which split K; stages of the ring, each of
+    steps_a_stage * 64 of K."""
 
     rows: int
     split: int
-    share: int
     stages: int
     steps_a_stage: int
 
@@ -312,33 +274,29 @@ def tokens_of(m: int) -> int:
     return next(n for n in (8, 16, 32, 64, 128) if m <= n)
 
 
-def ring(rows: int, split: int, share: int, tokens: int, nbytes: int = 100 << 10) -> Shape:
+def ring(rows: int, split: int, tokens: int, nbytes: int = 100 << 10) -> Shape:
     """The shape with a ring of about `nbytes`: two of them fit a multiprocessor of Hopper."""
     pair = (rows + tokens) * STEP * 2
     steps_a_stage = 2 if pair < 12 << 10 else 1
-    return Shape(rows, split, share, max(2, min(16, nbytes // (pair * steps_a_stage))), steps_a_stage)
+    return Shape(rows, split, max(2, min(16, nbytes // (pair * steps_a_stage))), steps_a_stage)
 
 
-def slots(multiprocessors: int, cluster: int) -> int:
-    """Blocks that run at once, two a multiprocessor. Clusters of four and more do not fill the GPCs (30 of 33 on an H200)."""
-    return 2 * (multiprocessors if cluster <= 2 else multiprocessors * 10 // 11 // cluster * cluster)
-
-
-def rows_of(n: int, split: int, share: int, multiprocessors: int) -> int:
-    """Rows of a block so that all of them run at once, or 128."""
-    return min(128, -(-n * split // slots(multiprocessors, split * share) // 8) * 8)
+def rows_of(n: int, split: int, blocks: int) -> int:
+    """Rows of a block so that all fit `blocks` that run at once, or 128."""
+    return min(128, -(-n * split // blocks // 8) * 8)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_shape(m: int, n: int, k: int, multiprocessors: int) -> Shape:
-    """Two blocks a multiprocessor; K is split when a block's rows would be fewer than the tokens they are multiplied with."""
-    tokens = tokens_of(m)
-    split = 2 if tokens > 8 and rows_of(n, 1, 1, multiprocessors) < 88 and k >= 2048 else 1
-    return ring(rows_of(n, split, 1, multiprocessors), split, 1, tokens)
+    """Two blocks a multiprocessor, all that fit: so the next kernel's blocks start one for one as these end, evenly spread.
+    K is split where a block would have so few rows that x is most of what it reads. Measured in docs/kernels/gemm_small.md."""
+    tokens, blocks = tokens_of(m), 2 * multiprocessors
+    split = 2 if rows_of(n, 1, blocks) < 88 and k >= 2048 else 1
+    return ring(rows_of(n, split, blocks), split, tokens)
 
 
 def gemm_swapped(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None, silu_mul: bool = False, scale: float = 1.0,
-                 overlap: bool = False, shape: Shape | None = None, prefetch: int = 0) -> None:
+                 overlap: bool = False, shape: Shape | None = None) -> None:
     """Queue out = x @ weight.T (see the module) for M up to MAX_TOKENS. Raises ShapeError.
 
     overlap: programmatic dependent launch: x is read only when the kernel before has ended.
@@ -353,21 +311,18 @@ def gemm_swapped(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = No
         return
     shape = shape or choose_shape(m, n, k, runtime.multiprocessors)
     tokens = tokens_of(m)
-    found = gemm_swapped_kernel(x.dtype, out.dtype, tokens, shape.rows, shape.split, shape.share,
-                                shape.stages, bias is not None, silu_mul,
-                                overlap, shape.steps_a_stage, prefetch=prefetch if overlap else 0)
-    x_map = runtime.tensor_map(x.address, x.dtype, (MAX_ROWS, k), (x.strides[0] * 2,), (tokens // shape.share, STEP))
+    found = gemm_swapped_kernel(x.dtype, out.dtype, tokens, shape.rows, shape.split, shape.stages, bias is not None, silu_mul,
+                                overlap, shape.steps_a_stage)
+    x_map = runtime.tensor_map(x.address, x.dtype, (MAX_ROWS, k), (x.strides[0] * 2,), (tokens, STEP))
     weight_map = runtime.tensor_map(weight.address, x.dtype, (n, k), (k * 2,), (shape.rows, STEP))
-    tiles = -(-n // (shape.rows * shape.share)) * shape.share
-    found.launch(tiles * shape.split, x_map, weight_map, bias if bias is not None else weight, out, m, n, k,
+    found.launch(-(-n // shape.rows) * shape.split, x_map, weight_map, bias if bias is not None else weight, out, m, n, k,
                  out.strides[0], scale, stream=runtime.stream, overlap=overlap)
 
 
 def catalogue() -> Iterator[Kernel]:
     """Each code path once."""
     for tokens in (8, 16, 32, 64, 128):
-        shape = ring(112, 1, 1, tokens)
-        yield gemm_swapped_kernel(bfloat16, bfloat16, tokens, 112, 1, 1, shape.stages, overlap=True)
-    yield gemm_swapped_kernel(float16, float16, 64, 64, 2, 2, 6, bias=True, silu_mul=True, overlap=True)
-    yield gemm_swapped_kernel(bfloat16, float32, 64, 128, 4, 1, 4, overlap=True)
-    yield gemm_swapped_kernel(bfloat16, bfloat16, 8, 32, 1, 1, 10, steps_a_stage=2)
+        yield gemm_swapped_kernel(bfloat16, bfloat16, tokens, 112, 1, ring(112, 1, tokens).stages, overlap=True)
+    yield gemm_swapped_kernel(float16, float16, 64, 64, 2, 6, bias=True, silu_mul=True, overlap=True)
+    yield gemm_swapped_kernel(bfloat16, float32, 64, 128, 4, 4, overlap=True)
+    yield gemm_swapped_kernel(bfloat16, bfloat16, 8, 32, 1, 10, steps_a_stage=2)
