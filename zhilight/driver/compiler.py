@@ -410,7 +410,10 @@ class CompileResult:
 
 def compile_all(kernels: Sequence[Kernel], capability: Capability, jobs: int | None = None,
                 progress: bool = True) -> list[CompileResult]:
-    """Bring each kernel into the disk cache, several at once in processes of their own. Order is kept."""
+    """Bring each kernel into the disk cache, several at once in processes of their own. Order is kept.
+
+    Shows a progress bar on standard error when `progress` and it is a terminal.
+    """
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -431,7 +434,7 @@ def compile_all(kernels: Sequence[Kernel], capability: Capability, jobs: int | N
         # spawn: a fork would copy a live CUDA context and numba's locks
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             running = {pool.submit(_compile_in_worker, kernels[i].call, capability): i for i in missing}
-            bar = tqdm(as_completed(running), total=len(running), unit="kernel", disable=not progress,
+            bar = tqdm(as_completed(running), total=len(running), unit="kernel", disable=None if progress else True,
                        desc=f"Compiling kernels for {architecture(capability)}")
             for future in bar:
                 results[running[future]] = future.result()
