@@ -49,7 +49,7 @@ def load_model(engine_config: EngineConfig, model_config: ModelConfig, source: M
         model.materialize(ops)
         _copy(checkpoint, targets, ops, progress)
     ops.synchronize()
-    logger.info("%s weights of %s ready in %.2f s", engine_config.load_format, source.path, time.monotonic() - start)
+    logger.debug("%s weights of %s ready in %.2f s", engine_config.load_format, source.path, time.monotonic() - start)
     return model
 
 
