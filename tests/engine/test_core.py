@@ -11,6 +11,7 @@ from history_model import EOS, VOCAB, Collected, HistoryModel, abort, add, expec
 
 from zhilight.config.sampling import SamplingParams, StructuredOutput
 from zhilight.engine.messages import Embed
+from zhilight.engine.runner import _FetchedLogprobs
 from zhilight.engine.sampler import pack_bits
 from zhilight.errors import DeviceError, RequestError
 from zhilight.ops.cpu_sampling import log_probabilities
@@ -250,6 +251,15 @@ def test_a_failure_while_sampling_is_the_same():
     assert generate(greedy(), core=core) == expected(PROMPT, greedy())[0]
 
 
+def test_a_failure_after_a_request_has_ended_still_tells_its_client(monkeypatch):
+    core = make_core()
+    add(core, 1, PROMPT, greedy(max_tokens=1, logprobs=0))
+    monkeypatch.setattr(_FetchedLogprobs, "positions", lambda *_: 1 / 0)
+    assert run(core).finished[1].reason == "error"
+    assert not core._requests
+    assert core.pool.available == core.pool.num_blocks
+
+
 def test_a_lost_device_is_not_survived():
     core = make_core()
     core.runner.forward = lambda arrays, sampled: (_ for _ in ()).throw(DeviceError("lost"))
@@ -382,3 +392,19 @@ def test_an_embedding_gets_its_blocks_in_the_end():
             break
     assert 0 in collected.embeddings
     assert not core.scheduler.hold_admissions
+
+
+def test_an_embedding_that_is_aborted_holds_nobody_back():
+    core = make_core(num_blocks=8, max_model_len=128, max_num_seqs=4)
+    add(core, 1, [4] * 20, greedy(max_tokens=100))
+    core.step()
+    core.embed(Embed(2, np.full(120, 4, np.int32).tobytes()))
+    while not core.scheduler.hold_admissions:
+        core.step()
+    add(core, 3, [5, 6], greedy(max_tokens=2))
+    core.step()
+    assert core.scheduler.waiting
+    abort(core, 2)
+    core.step()
+    assert not core.scheduler.waiting
+    assert run(core).finished[3].reason == "length"

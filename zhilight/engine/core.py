@@ -105,6 +105,7 @@ class EngineCore:
         begin = time.monotonic()
         scheduled = device = 0.0
         self._collect_grammars()
+        self.scheduler.hold_admissions = False
         if self._embeds:
             self._run_embeds()
         if self._flight is not None and (not self.enable_overlap or self._flight.ready()):
@@ -214,6 +215,9 @@ class EngineCore:
             if request is not None:
                 self.scheduler.remove(request)
                 self._finish(request, Finished(request.handle, "error", error=message))
+        for request in list(self._requests.values()):  # those that ended in the step, before anyone was told
+            if request.state is RequestState.FINISHED:
+                self._finish(request, Finished(request.handle, "error", error=message))
         self.pool.reset_cache()  # blocks are known by hash before their KV is computed
 
     # ---- grammars ---------------------------------------------------------------------------------------------
@@ -257,7 +261,7 @@ class EngineCore:
             except Exception as error:
                 logger.exception("The grammar of request %d failed at token %d", handle, token)
                 self.scheduler.remove(request)
-                self._finish(request, Finished(handle, "error", error=str(error)))
+                self._finish(request, Finished(handle, "error", error=str(error), param=getattr(error, "param", None)))
                 continue
             if ended:
                 self.scheduler.remove(request)
@@ -274,7 +278,6 @@ class EngineCore:
             self.scheduler.hold_admissions = self._stats.steps - since >= EMBED_PATIENCE
             return
         self._embeds.popleft()
-        self.scheduler.hold_admissions = False
         try:
             self._out.embeddings.append((message.handle, self._hidden_state(prompt, self.pool.allocate(count)).tobytes()))
         except DeviceError:
