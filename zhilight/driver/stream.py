@@ -44,6 +44,14 @@ class DriverObject:
             self.close()
 
 
+def _has_finished(result: tuple, call: str) -> bool:
+    """What a query found. Raises DriverCallError for a fault of the work asked about."""
+    if result[0] == driver().CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    check(result, call)
+    return True
+
+
 class Event(DriverObject):
     """A mark in a stream's work. `timing` allows elapsed_ms and costs a little."""
 
@@ -63,12 +71,7 @@ class Event(DriverObject):
 
     def done(self) -> bool:
         """Whether the work before the mark has finished. A mark never recorded is done."""
-        cu = driver()
-        result = cu.cuEventQuery(self.handle)
-        if result[0] == cu.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        check(result, "cuEventQuery")
-        return True
+        return _has_finished(driver().cuEventQuery(self.handle), "cuEventQuery")
 
     def synchronize(self) -> None:
         """Wait on the host for the work before the mark."""
@@ -94,12 +97,7 @@ class Stream(DriverObject):
 
     def idle(self) -> bool:
         """Whether all queued work has finished."""
-        cu = driver()
-        result = cu.cuStreamQuery(self.handle)
-        if result[0] == cu.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        check(result, "cuStreamQuery")
-        return True
+        return _has_finished(driver().cuStreamQuery(self.handle), "cuStreamQuery")
 
     def wait_event(self, event: Event) -> None:
         """Work queued from now on waits for the event's mark."""
