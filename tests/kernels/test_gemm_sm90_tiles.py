@@ -14,12 +14,12 @@ SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 409
 
 
 @given(m=st.integers(1, 20000), n=st.integers(1, 20000).map(lambda v: 8 * v), k=st.integers(1, 4000).map(lambda v: 8 * v),
-       multiprocessors=st.sampled_from([132, 114, 78]))
-def test_every_shape_can_be_launched(m, n, k, multiprocessors):
-    tile = choose_tile(m, n, k, multiprocessors)
+       multiprocessors=st.sampled_from([132, 114, 78]), silu_mul=st.booleans())
+def test_every_shape_can_be_launched(m, n, k, multiprocessors, silu_mul):
+    tile = choose_tile(m, n, k, multiprocessors, silu_mul)
     cluster = tile.share_weight * tile.share_x * tile.split
     assert tile.columns % 16 == 0 and 64 <= tile.columns <= 256
-    assert tile.columns % (8 * tile.split) == 0
+    assert tile.columns % ((16 if silu_mul else 8) * tile.split) == 0
     assert cluster <= 8
     assert tile.split <= -(-k // 64), "a part of K would be empty"
     grid = tile.grid(m, n, multiprocessors)

@@ -340,7 +340,7 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
     (m, k), n = x.shape, weight.shape[0]
     if m == 0:
         return
-    tile = tile or choose_tile(m, n, k, runtime.multiprocessors)
+    tile = tile or choose_tile(m, n, k, runtime.multiprocessors, silu_mul)
     found = gemm_sm90_kernel(tile, x.dtype, out.dtype, bias is not None, silu_mul, overlap)
     size, out_size = x.dtype.itemsize, out.dtype.itemsize
     out_tile = (tile.columns // 2 if silu_mul else tile.columns) // tile.split

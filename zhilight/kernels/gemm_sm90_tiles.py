@@ -58,7 +58,7 @@ COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 FEW_ROWS = 2 * ROWS
 
 
-def candidates(m: int, n: int, k: int, multiprocessors: int) -> list[Tile]:
+def candidates(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = False) -> list[Tile]:
     """What is worth a look at this shape.
 
     With many rows a block alone is as good as clusters (measured: within 2 % at M >= 512), so only the width is left to choose.
@@ -67,11 +67,12 @@ def candidates(m: int, n: int, k: int, multiprocessors: int) -> list[Tile]:
     if m > FEW_ROWS:
         return [Tile(columns) for columns in COLUMNS if columns >= 112]
     found = []
+    unit = 16 if silu_mul else 8
     for columns in COLUMNS:
         for share_weight in (1, 2) if m > ROWS else (1,):
             for share_x in (1, 2):
                 for split in (1, 2, 4):
-                    if columns % (8 * split) or k < 256 * split or share_weight * share_x * split > 8:
+                    if columns % (unit * split) or k < 256 * split or share_weight * share_x * split > 8:
                         continue
                     tile = Tile(columns, share_weight, share_x, split)
                     if split == 1 or tile.count(m, n) <= tile.at_once(multiprocessors):
@@ -102,17 +103,17 @@ def predicted(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float
 
 
 @lru_cache(maxsize=1 << 16)
-def choose_tile(m: int, n: int, k: int, multiprocessors: int) -> Tile:
-    """The tile for out[m, n] = x[m, k] @ weight[n, k]^T."""
+def choose_tile(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = False) -> Tile:
+    """The tile for y[m, n] = x[m, k] @ weight[n, k]^T; with silu_mul each block must own whole groups of 8 outputs."""
     def rank(tile: Tile) -> float:
         narrow = m > FEW_ROWS and tile.columns < 256
         # below what the model can tell, 256 columns it is: one kernel more that need not be compiled
         return predicted(tile, m, n, k, multiprocessors) * (1.015 if narrow else 1.0)
 
-    return min(candidates(m, n, k, multiprocessors), key=rank)
+    return min(candidates(m, n, k, multiprocessors, silu_mul), key=rank)
 
 
-def tiles_of(n: int, k: int, multiprocessors: int, max_rows: int = 16384) -> set[Tile]:
+def tiles_of(n: int, k: int, multiprocessors: int, silu_mul: bool = False, max_rows: int = 16384) -> set[Tile]:
     """Every tile that choose_tile gives for a weight: what to compile before serving it."""
     counts = {1, ROWS, ROWS + 1, FEW_ROWS, *range(FEW_ROWS + 1, max_rows + ROWS, ROWS)}
-    return {choose_tile(m, n, k, multiprocessors) for m in counts}
+    return {choose_tile(m, n, k, multiprocessors, silu_mul) for m in counts}
