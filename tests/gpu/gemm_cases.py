@@ -14,6 +14,11 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-5}
 """Relative norm of the error by output type: half a unit in the last place of each, and of sums in another order."""
 
 
+EPILOGUES = [(torch.bfloat16, True, False, False), (torch.bfloat16, False, True, False), (torch.bfloat16, True, True, False),
+             (torch.bfloat16, True, False, True), (torch.float16, True, True, False), (torch.float16, False, False, True)]
+"""dtype, bias, silu_mul, float32 out: each path of an epilogue, not each combination, because each is a kernel to compile."""
+
+
 @dataclass(frozen=True)
 class Argument:
     address: int

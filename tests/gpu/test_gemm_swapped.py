@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.gpu.gemm_cases import Case, argument, assert_case, make_runtime  # noqa: E402
+from tests.gpu.gemm_cases import EPILOGUES, Case, argument, assert_case, make_runtime  # noqa: E402
 from zhilight.errors import ShapeError  # noqa: E402
 from zhilight.kernels.gemm_swapped import MAX_TOKENS, gemm_swapped, ring, tokens_of  # noqa: E402
 
@@ -25,23 +25,20 @@ def test_token_counts(runtime, m):
     assert_case(gemm_swapped, runtime, Case(m, 1280, 1024), seed=m)
 
 
-@pytest.mark.parametrize(("n", "k"), [(8, 8), (24, 520), (120, 72), (4096, 4096), (4608, 3584), (28672, 520), (17000, 264)])
-@pytest.mark.parametrize("m", [3, 40, 128])
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (24, 520), (120, 72), (4096, 4096), (4608, 3584), (28672, 520)])
+@pytest.mark.parametrize("m", [3, 100])
 def test_ragged_shapes(runtime, m, n, k):
     assert_case(gemm_swapped, runtime, Case(m, n, k), seed=n + k)
 
 
-@pytest.mark.parametrize("rows", [8, 56, 64, 72, 128])
-@pytest.mark.parametrize("split", [1, 2, 4, 8])
-def test_every_cut(runtime, rows, split):
-    for m in (7, 64):
-        gemm = functools.partial(gemm_swapped, shape=ring(rows, split, tokens_of(m)))
-        assert_case(gemm, runtime, Case(m, 776, 2056), seed=m)
+@pytest.mark.parametrize(("rows", "split", "m"), [(8, 1, 64), (56, 1, 40), (64, 2, 64), (72, 1, 7), (72, 2, 30), (128, 1, 64),
+                                                  (128, 4, 64), (24, 8, 7)])
+def test_every_cut(runtime, rows, split, m):
+    gemm = functools.partial(gemm_swapped, shape=ring(rows, split, tokens_of(m)))
+    assert_case(gemm, runtime, Case(m, 776, 2056), seed=m)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("bias", "silu_mul", "wide"), [(True, False, False), (False, True, False), (True, True, False),
-                                                        (False, False, True), (True, False, True)])
+@pytest.mark.parametrize(("dtype", "bias", "silu_mul", "wide"), EPILOGUES)
 def test_epilogues(runtime, dtype, bias, silu_mul, wide):
     for m in (6, 60):
         scale = 0.25 if wide else 1.0
