@@ -1,6 +1,6 @@
 """Dense GEMM for few tokens beside cuBLAS, and the weights of a whole decode step of Llama-3-8B as one CUDA graph.
 
-python bench/kernels/gemm_small.py [--json FILE] [--tokens 1 8 16] [--variants small swapped] [--quick]
+python bench/kernels/gemm_small.py [--json FILE] [--tokens 1 8 64] [--alone 1 16] [--variants] [--quick]
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from zhilight.driver.dtype import bfloat16, float32
 from zhilight.kernels import gemm_small as small
 from zhilight.kernels import gemm_swapped as swapped
 from zhilight.kernels.attention_decode import attention_decode
-from zhilight.kernels.gemm import gemm as dense_gemm
 from zhilight.kernels.norm import add_rms_norm, rms_norm_kernel
 from zhilight.kernels.rotary import rotary_and_cache, rotary_kernel
 
@@ -45,7 +44,7 @@ def isolated(bench: Bench, m: int, gemms: dict[str, Callable], shapes: Any = SHA
         candidates: dict[str, list] = {"cuBLAS": [functools.partial(torch.matmul, x, w.T, out=out) for x, w, out in sets]}
         for name, gemm in gemms.items():
             candidates[name] = [functools.partial(gemm, bench.runtime, *map(view, arrays)) for arrays in sets]
-        times = bench.compare(candidates, rounds=5, target_ms=5)
+        times = bench.compare(candidates, rounds=3, target_ms=3)
         for name in gemms:
             records.append(Record(name, f"{m}x{n}x{k}", times[name], "cuBLAS", times["cuBLAS"],
                                   gb_s=n * k * 2 / times[name] / 1e3))
@@ -165,18 +164,18 @@ def small_kernels(tokens: list[int], constants: dict, multiprocessors: int, shap
             for m in tokens for n, silu_mul, out_dtype in shapes for overlap in overlaps]
 
 
-def all_kernels(tokens: list[int], alone: list[int], quick: bool, multiprocessors: int, families: list[str]) -> list[Any]:
-    """What a run of the variants launches, to be compiled on all cores before anything is timed."""
+def all_kernels(tokens: list[int], alone: list[int], quick: bool, multiprocessors: int,
+                variants: dict[str, tuple[dict, int]]) -> list[Any]:
+    """What a run launches, to be compiled on all cores before anything is timed."""
     steps = [(n, silu_mul, bfloat16) for n, _, silu_mul in LAYER] + [(128256, False, float32)]
     shapes = [(n, False, bfloat16) for n, _ in SHAPES]
     found = [rms_norm_kernel(4096, bfloat16, True, True), rotary_kernel(32, 8, 128, 128, 64, bfloat16, True)]
     overlaps = (True,) if quick else (False, True)
-    for constants, scale in VARIANTS.values() if "small" in families else ():
-        found += small_kernels(tokens, constants, multiprocessors * scale, steps, overlaps)
-        found += small_kernels(alone, constants, multiprocessors * scale, shapes, (False,))
-    if "swapped" in families:
-        found += swapped_kernels(tokens, multiprocessors, steps, overlaps)
-        found += swapped_kernels(alone, multiprocessors, shapes, (False,))
+    for constants, scale in variants.values():
+        found += small_kernels([m for m in tokens if m <= 16], constants, multiprocessors * scale, steps, overlaps)
+        found += small_kernels([m for m in alone if m <= 16], constants, multiprocessors * scale, shapes, (False,))
+    found += swapped_kernels(tokens, multiprocessors, steps, overlaps)
+    found += swapped_kernels(alone, multiprocessors, shapes, (False,))
     return list({kernel.name: kernel for kernel in found}.values())
 
 
@@ -207,38 +206,40 @@ VARIANTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64], help="of the steps")
+    parser.add_argument("--alone", type=int, nargs="*", help="token counts to time each shape by itself at; default --tokens")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--quick", action="store_true", help="overlapped steps only")
-    parser.add_argument("--alone", type=int, nargs="*", help="token counts to time each shape by itself at; default --tokens")
-    parser.add_argument("--variants", nargs="*", choices=("small", "swapped"), help="other constants than the chosen ones")
+    parser.add_argument("--variants", action="store_true", help="gemm_small with other constants than the chosen ones")
     arguments = parser.parse_args()
     alone = arguments.tokens if arguments.alone is None else arguments.alone
     bench = Bench()
-    gemms: dict[str, Callable] = {} if arguments.variants else {"gemm": dense_gemm}
-    if arguments.variants:
-        kernels = all_kernels(arguments.tokens, alone, arguments.quick, bench.runtime.multiprocessors, arguments.variants)
-        for result in compile_all(kernels, bench.runtime.capability, progress=False):
-            if result.error or (result.resources and result.resources.stack):
-                print(result.name, result.error or result.resources, flush=True)
-        if "small" in arguments.variants:
-            gemms |= {name: functools.partial(variant, constants=constants, grid_scale=scale)
-                      for name, (constants, scale) in VARIANTS.items()}
-        if "swapped" in arguments.variants:
-            gemms["swapped"] = swapped.gemm_swapped
+    variants = VARIANTS if arguments.variants else {"gemm_small": ({}, 1)}
+    gemms: dict[str, Callable] = {"gemm_swapped": swapped.gemm_swapped}
+    gemms |= {name: functools.partial(variant, constants=constants, grid_scale=scale)
+              for name, (constants, scale) in variants.items()}
+    kernels = all_kernels(arguments.tokens, alone, arguments.quick, bench.runtime.multiprocessors, variants)
+    for result in compile_all(kernels, bench.runtime.capability, progress=False):
+        if result.error or (result.resources and result.resources.stack):
+            print(result.name, result.error or result.resources, flush=True)
     records = []
     for m in arguments.tokens:
         step = Step(bench, m, arguments.layers)
         records.append(step.report("cuBLAS", {"GEMMs": step.cublas()}))
-        for name, gemm in gemms.items():
+        for name, gemm in serving(gemms, m).items():
             records.append(step.report(name, {label: step.calls(gemm, overlap, whole) for label, overlap, whole in (
                 ("GEMMs", False, False), ("overlapped", True, False), ("whole, overlapped", True, True)) if label != "GEMMs"
                 or not arguments.quick}))
         del step
         torch.cuda.empty_cache()
     for m in alone:
-        records += isolated(bench, m, gemms)
+        records += isolated(bench, m, serving(gemms, m))
     write(arguments.json, records)
+
+
+def serving(gemms: dict[str, Callable], m: int) -> dict[str, Callable]:
+    """Those that take m tokens at the constants compiled: gemm_small is timed up to 16."""
+    return {name: gemm for name, gemm in gemms.items() if m <= 16 or name == "gemm_swapped"}
 
 
 if __name__ == "__main__":

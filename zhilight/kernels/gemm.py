@@ -1,12 +1,12 @@
 """The dense GEMM: which kernel serves a shape on this GPU.
 
-    gemm_small     few tokens: mma.sync, weights streamed once through cp.async rings; any GPU
-    gemm_swapped   some dozens of tokens: weights as wgmma's M side; Hopper
-    gemm_sm90      many tokens: wgmma, clusters, bulk copies; Hopper
-    gemm_sm80      many tokens elsewhere, and on Hopper what the copy engine cannot write (out of odd alignment)
+    gemm_swapped   up to 64 tokens on Hopper: weights as wgmma's M side
+    gemm_sm90      more tokens on Hopper: wgmma, clusters, bulk copies
+    gemm_small     few tokens elsewhere, and on Hopper where out is of odd alignment: mma.sync, weights through cp.async rings
+    gemm_sm80      more tokens elsewhere, and on Hopper what the copy engine cannot write
 
-The limits between them are measured on an H200 (bench/kernels/gemm_small.py; docs/kernels/gemm_small.md); within each kernel's
-file a rule cuts the shape by M, N, K and the number of multiprocessors.
+The limits between them are measured on an H200, in whole decode steps (docs/kernels/gemm_small.md); within each kernel's file
+a rule cuts the shape by M, N, K and the number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from zhilight.kernels import gemm_sm80, gemm_small, gemm_swapped
 from zhilight.kernels.gemm_sm90 import gemm_sm90
 from zhilight.kernels.runtime import Runtime
 
-SMALL_TOKENS_HOPPER = 8
 SWAPPED_TOKENS = 64
 SMALL_TOKENS = 32
 
@@ -29,8 +28,6 @@ def choose_kernel(m: int, n: int, capability: Capability, *, silu_mul: bool = Fa
     """Name of the kernel for out[m, n]. wide: out is float32. aligned: out's address and rows are multiples of 16 bytes."""
     if capability[0] != 9:
         return "gemm_small" if m <= SMALL_TOKENS else "gemm_sm80"
-    if m <= SMALL_TOKENS_HOPPER:
-        return "gemm_small"
     if m <= SWAPPED_TOKENS and aligned:
         return "gemm_swapped"
     if not aligned:
