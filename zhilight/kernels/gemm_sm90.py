@@ -85,14 +85,9 @@ def slabs_of(tile: Tile) -> int:
     return 2 if tile.resident == 1 else 1
 
 
-def exchange_of(tile: Tile) -> int:
-    """Bytes of shared memory for the partial sums of split K that are not also the ring's: none where it would cost depth."""
-    return epilogue.exchange_bytes(tile.columns, tile.split) if tile.columns <= 128 and tile.resident == 1 else 0
-
-
 def stages_that_fit(tile: Tile) -> int:
     """Stages of the ring beside the epilogue's staging, at most 8."""
-    free = SHARED_LIMIT[tile.resident] - 8 * slabs_of(tile) * SLAB - BARRIERS - exchange_of(tile)
+    free = SHARED_LIMIT[tile.resident] - 8 * slabs_of(tile) * SLAB - BARRIERS
     return min(8, free // (X_BYTES + tile.columns * STEP * 2))
 
 
@@ -113,7 +108,7 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
     share = share_w * share_x
     cluster = share * split
     peers = share_w + share_x - 1
-    stages, buffers, apart = stages_that_fit(tile), slabs_of(tile), exchange_of(tile)
+    stages, buffers = stages_that_fit(tile), slabs_of(tile)
     x_rows, w_rows = ROWS // share_x, tile_n // share_w
     stage_bytes = X_BYTES + tile_n * STEP * 2
     x_part, w_part = x_rows * STEP * 2, w_rows * STEP * 2
@@ -146,15 +141,12 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
         else:
             bulk_load_2d(ring + u32(X_BYTES), weight, barrier, kk, column)
 
-    @kernel(threads=THREADS[resident], min_blocks=resident, shared=stages * stage_bytes + 8 * buffers * SLAB + apart + BARRIERS,
+    @kernel(threads=THREADS[resident], min_blocks=resident, shared=stages * stage_bytes + 8 * buffers * SLAB + BARRIERS,
             cluster=cluster, min_capability=(9, 0, "a"), max_registers=MAX_REGISTERS[resident])
     def gemm(x: TensorMap, weight: TensorMap, out: TensorMap, bias_values: Pointer(dtype), scale: f32, m: i32, n: i32, k: i32):
         base = shared_address(cuda.shared.array(0, types.uint8, 1024))
         staging = base + u32(stages * stage_bytes)
-        exchange = base
-        if apart > 0:
-            exchange = staging + u32(8 * buffers * SLAB)
-        full = staging + u32(8 * buffers * SLAB + apart)
+        full = staging + u32(8 * buffers * SLAB)
         empty = full + u32(8 * stages)
         tid = i32(cuda.threadIdx.x)
         warpgroup = tid // i32(128)
@@ -170,13 +162,9 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
             prefetch_tensor_map(weight)
             prefetch_tensor_map(out)
         cuda.syncthreads()
-        if share > 1 or apart > 0:
+        if cluster > 1:
             cluster_arrive()
-        if share > 1:
-            # a neighbour's barriers must be there before a copy or an arrival reaches them
             cluster_wait()
-            if apart > 0:
-                cluster_arrive()
         if overlap:
             # the next kernel may take what room is left and fetch its weights; it waits for this one's end by itself
             grid_dependency_launch()
@@ -300,14 +288,12 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                 row = max(top + row_tile * i32(share_w * ROWS), i32(0)) + warp * i32(epilogue.ROWS)
                 column = (column_tile * i32(share_x) + x_place) * i32(out_columns * split)
                 if split > 1:
-                    # parts go to memory of their own once the neighbour has started, or to its ring once it has emptied that
-                    if apart == 0:
-                        cluster_arrive()
-                    cluster_wait()
-                    scatter(acc, exchange, u32(rank), u32(tid))
                     cluster_arrive()
                     cluster_wait()
-                    store(gather(acc, exchange, u32(part), u32(tid)), slabs, lane, out, column + part * i32(out_columns), row,
+                    scatter(acc, base, u32(rank), u32(tid))
+                    cluster_arrive()
+                    cluster_wait()
+                    store(gather(base, u32(tid)), slabs, lane, out, column + part * i32(out_columns), row,
                           address(bias_values), n, scale)
                 else:
                     store(acc, slabs, lane, out, column, row, address(bias_values), n, scale)
@@ -315,8 +301,7 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
             wait_stored()
         if split > 1:
             if warpgroup == i32(2):
-                if apart == 0:
-                    cluster_arrive()
+                cluster_arrive()
                 cluster_wait()
                 cluster_arrive()
                 cluster_wait()

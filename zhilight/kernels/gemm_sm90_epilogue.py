@@ -58,7 +58,7 @@ def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mu
             emit = _Emitter(builder, arguments[0], arguments[8], out_dtype)
             _, staging, lane, out, column, row, bias_address, n, _ = arguments
             if bias:
-                emit.set_bias(bias_address, builder.mul(column, _word(2)) if silu_mul else column, n, lane, dtype)
+                emit.set_bias(bias_address, builder.mul(column, emit.word(2)) if silu_mul else column, n, lane, dtype)
             base = emit.lane_address(staging, lane, pitch, silu_mul)
             odd = emit.asm("{ .reg .u32 t; .reg .pred p; and.b32 t, $1, 1; setp.ne.u32 p, t, 0; "
                            "selp.u32 $0, 0x3276, 0x5410, p; }", [u32], [lane], [u32], memory=False)
@@ -98,6 +98,10 @@ class _Emitter:
 
     def asm(self, text, results, arguments, kinds, memory=True):
         return assemble(self.builder, text, results, arguments, kinds, 0, memory)
+
+    @staticmethod
+    def word(value: int):
+        return ir.Constant(ir.IntType(32), value)
 
     def set_bias(self, address, column, n, lane, dtype: DType) -> None:
         """Where the lane's bias values lie: two of each eight columns."""
@@ -182,8 +186,8 @@ def scatter(columns: int, split: int, share: int):
     """The intrinsic (accumulator(columns), exchange, rank, thread): send each block that splits K its columns' partial sums.
 
     Blocks rank % share, + share, + 2 share ... of the cluster split K; the o-th of them owns columns o * columns / split and
-    on, and keeps its own part of them in registers. exchange: shared address, the same in each block, of `exchange_bytes`;
-    thread: 0..255 among the consumers. A cluster barrier must follow.
+    on. exchange: shared address, the same in each block, of 128 x columns float32; thread: 0..255 among the consumers. A
+    cluster barrier must follow.
     """
     groups = columns // 8 // split
     kind = accumulator(columns)
@@ -192,19 +196,15 @@ def scatter(columns: int, split: int, share: int):
     def send(typingctx, acc, exchange, rank, thread):
         def generate(context, builder, signature, arguments):
             acc, exchange, rank, thread = arguments
-            part = assemble(builder, f"div.u32 $0, $1, {share};", [u32], [rank], [u32], 0, False)
+            local = assemble(builder, f"{{ .reg .u32 t; div.u32 t, $2, {share}; mad.lo.u32 t, t, {groups * 4096}, $1; "
+                             "mad.lo.u32 $0, $3, 16, t; }", [u32], [exchange, rank, thread], [u32] * 3, 0, False)
             for owner in range(split):
-                # the owner keeps the parts of the others in the order of their ranks
-                remote = assemble(
-                    builder, f"{{ .reg .u32 t, a; .reg .pred p; setp.gt.u32 p, $2, {owner}; selp.u32 a, 1, 0, p; "
-                    f"sub.u32 a, $2, a; mad.lo.u32 a, a, {groups * 4096}, $1; mad.lo.u32 a, $4, 16, a; rem.u32 t, $3, {share}; "
-                    f"add.u32 t, t, {owner * share}; mapa.shared::cluster.u32 $0, a, t; }}", [u32],
-                    [exchange, part, rank, thread], [u32] * 4, 0, False)
+                remote = assemble(builder, f"{{ .reg .u32 t; rem.u32 t, $2, {share}; add.u32 t, t, {owner * share}; "
+                                  "mapa.shared::cluster.u32 $0, $1, t; }", [u32], [local, rank], [u32, u32], 0, False)
                 for group in range(groups):
                     values = [builder.extract_value(acc, 4 * (owner * groups + group) + i) for i in range(4)]
-                    assemble(builder, f"{{ .reg .pred p; setp.ne.u32 p, $1, {owner}; "
-                             f"@p st.shared::cluster.v4.f32 [$0+{group * 4096}], {{$2,$3,$4,$5}}; }}", [],
-                             [remote, part, *values], [u32, u32, f32, f32, f32, f32])
+                    assemble(builder, f"st.shared::cluster.v4.f32 [$0+{group * 4096}], {{$1,$2,$3,$4}};", [],
+                             [remote, *values], [u32, f32, f32, f32, f32])
             return context.get_dummy_value()
 
         return void(kind, u32, u32, u32), generate
@@ -212,52 +212,28 @@ def scatter(columns: int, split: int, share: int):
     return send
 
 
-def exchange_bytes(columns: int, split: int) -> int:
-    """Of a block's shared memory for the other blocks' parts of its columns."""
-    return 8 * ROWS * columns * 4 * (split - 1) // split
-
-
 @functools.cache
 def gather(columns: int, split: int):
-    """The intrinsic (accumulator(columns), exchange, part, thread) -> accumulator(columns / split): the sum of all blocks'
-    parts of the columns that block `part` owns, in the order of ranks."""
+    """The intrinsic (exchange, thread) -> accumulator(columns / split): the sum of all blocks' parts, in the order of ranks."""
     groups = columns // 8 // split
-    kind, whole = accumulator(columns // split), accumulator(columns)
+    kind = accumulator(columns // split)
 
     @intrinsic
-    def receive(typingctx, acc, exchange, part, thread):
+    def receive(typingctx, exchange, thread):
         def generate(context, builder, signature, arguments):
-            acc, exchange, part, thread = arguments
-            local = assemble(builder, "mad.lo.u32 $0, $2, 16, $1;", [u32], [exchange, thread], [u32, u32], 0, False)
-            mine = [builder.icmp_unsigned("==", part, _word(s)) for s in range(split)]
-            before = [builder.icmp_unsigned("<=", part, _word(s)) for s in range(split)]
+            local = assemble(builder, "mad.lo.u32 $0, $2, 16, $1;", [u32], list(arguments), [u32, u32], 0, False)
             out = ir.Constant(context.get_value_type(kind), ir.Undefined)
-
-            def load(slot: int, group: int):
-                part = assemble(builder, f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{(slot * groups + group) * 4096}];", [f32] * 4,
-                                [local], [u32])
-                return [builder.extract_value(part, i) for i in range(4)]
-
             for group in range(groups):
-                own = [builder.extract_value(acc, 4 * group + i) for i in range(4)]
-                for s in range(1, split):
-                    own = [builder.select(mine[s], builder.extract_value(acc, 4 * (s * groups + group) + i), own[i])
-                           for i in range(4)]
-                others = [load(slot, group) for slot in range(split - 1)]
-                # rank s is the own part, or slot s before it and s - 1 after it
                 total = None
-                for s in range(split):
-                    first, last = others[min(s, split - 2)], others[max(s - 1, 0)]
-                    part_s = [builder.select(mine[s], own[i], builder.select(before[s], last[i], first[i])) for i in range(4)]
-                    total = part_s if total is None else [builder.fadd(a, b) for a, b in zip(total, part_s, strict=True)]
+                for source in range(split):
+                    part = assemble(builder, f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{(source * groups + group) * 4096}];",
+                                    [f32] * 4, [local], [u32])
+                    values = [builder.extract_value(part, i) for i in range(4)]
+                    total = values if total is None else [builder.fadd(a, b) for a, b in zip(total, values, strict=True)]
                 for i in range(4):
                     out = builder.insert_value(out, total[i], 4 * group + i)
             return out
 
-        return kind(whole, u32, u32, u32), generate
+        return kind(u32, u32), generate
 
     return receive
-
-
-def _word(value: int):
-    return ir.Constant(ir.IntType(32), value)
