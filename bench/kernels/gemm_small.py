@@ -146,8 +146,8 @@ def variant_kernel(dtype: Any, out_dtype: Any, m: int, n: int, silu_mul: bool, o
     """gemm_small's kernel and plan with other constants than its plan's."""
     p = small.plan(m, n, silu_mul, multiprocessors, capability)
     options = {"k_tile": p.k_tile, "stages": p.stages} | constants
-    row_tiles = min(p.row_tiles, options.pop("most_tiles", 8))
-    return small.gemm_small_kernel(dtype, out_dtype, p.token_tiles, row_tiles, silu_mul=silu_mul, overlap=overlap, **options), p
+    return small.gemm_small_kernel(dtype, out_dtype, p.token_tiles, p.row_tiles, silu_mul=silu_mul, overlap=overlap,
+                                   **options), p
 
 
 def variant(runtime: Any, x: Any, weight: Any, out: Any, silu_mul: bool = False, overlap: bool = False, *, constants: dict,
@@ -195,7 +195,6 @@ VARIANTS = {
     "8x128 s5": ({"stages": 5}, 1),
     "8x128 s4": ({"stages": 4}, 1),
     "8x64 s12": ({"k_tile": 64, "stages": 12}, 1),
-    "8x128p2 s6": ({"parts": 2, "most_tiles": 4}, 1),
     "8x128 s3 2 blocks": ({"stages": 3}, 2),
     "8x64 s6 2 blocks": ({"k_tile": 64, "stages": 6}, 2),
     "4x128 s6 2 blocks": ({"warps": 4}, 2),

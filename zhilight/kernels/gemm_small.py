@@ -12,7 +12,9 @@ inside 32 values, the same way for weight and x, so that a lane's operands are 1
 side, so one token costs no more weight traffic than eight. The warps' partial sums meet in shared memory once a row group.
 With overlap the ring is filled before the grid dependency: weights depend on no earlier kernel.
 
-Bytes: N * K * 2, once. Ceiling 4264 GB/s on an H200 (read only). Figures: docs/kernels/gemm_small.md.
+Bytes: N * K * 2, once. Ceiling 4264 GB/s on an H200 (read only). Reached there with a ring of 3 (2026-12-01,
+bench/kernels/gemm_small.py), one token, us: 6144x4096 14.9, 4096x4096 10.9, 28672x4096 56.6, 4096x14336 30.0, 128256x4096 251
+(cuBLAS 16.5, 13.4, 56.9, 32.3, 246.8); what was tried: docs/kernels/gemm_small.md.
 """
 
 import functools
@@ -74,18 +76,16 @@ def _load_x(pointer, valid):
 
 @kernel_factory
 def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tiles: int, bias: bool = False,
-                      silu_mul: bool = False, overlap: bool = False, warps: int = 8, k_tile: int = 128, parts: int = 1,
+                      silu_mul: bool = False, overlap: bool = False, warps: int = 8, k_tile: int = 128,
                       stages: int = 6) -> Kernel:
     """token_tiles: tiles of 8 tokens; row_tiles: tiles of 16 rows whose sums a warp holds at a time.
 
-    A stage of a warp's ring is 16 rows x k_tile; a warp takes `parts` of them side by side, a step warps * parts * k_tile
-    of K. Half of the registers are left to the blocks of other kernels, except with four token tiles.
+    A stage of a warp's ring is 16 rows x k_tile; a step of the block is warps * k_tile of K. Half of the registers are left to
+    the blocks of other kernels, except with four token tiles.
     """
-    NT, TR, W, KT, S, P = token_tiles, row_tiles, warps, k_tile, stages, parts
-    SLICE = P * KT
-    STEP = W * SLICE
+    NT, TR, W, KT, S = token_tiles, row_tiles, warps, k_tile, stages
+    STEP = W * KT
     HALVES, J = KT // 64, KT // 32
-    PJ = P * J
     STAGE = 16 * KT * 2
     RING = W * S * STAGE
     F = W // 4  # fragments that one round of the reduction takes: one output a thread
@@ -109,28 +109,22 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
                                   u32(16) if valid else u32(0))
 
     @cuda.jit(device=True)
-    def advance(source, row, k0, part, i, tiles, first, last, k_first, k, row_bytes):
-        """To the next tile: of the slice of K, else of the row group, else of the next step, else of the next group."""
-        part += i32(1)
-        k0 += i32(KT)
-        source += u64(KT * 2)
-        if part == i32(P):
-            part = i32(0)
-            k0 -= i32(SLICE)
-            i += i32(1)
-            row += i32(16)
-            source += u64(16) * row_bytes - u64(SLICE * 2)
-            if i == tiles:
-                row -= i32(16) * tiles
-                source += u64(STEP * 2) - u64(i32(16) * tiles) * row_bytes
-                k0 += i32(STEP)
-                i = i32(0)
-                if k0 - k_first >= k:
-                    source += u64(16 * TR) * row_bytes - u64(k0 - k_first) * u64(2)
-                    row += i32(16 * TR)
-                    k0 = k_first
-                    tiles = min(i32(TR), (last - row + first + i32(15)) // i32(16))
-        return source, row, k0, part, i, tiles
+    def advance(source, row, k0, i, tiles, first, last, k_first, k, row_bytes):
+        """To the next tile: of the row group, else of the next step of K, else of the next row group."""
+        i += i32(1)
+        row += i32(16)
+        source += u64(16) * row_bytes
+        if i == tiles:
+            row -= i32(16) * tiles
+            source += u64(STEP * 2) - u64(i32(16) * tiles) * row_bytes
+            k0 += i32(STEP)
+            i = i32(0)
+            if k0 - k_first >= k:
+                source += u64(16 * TR) * row_bytes - u64(k0 - k_first) * u64(2)
+                row += i32(16 * TR)
+                k0 = k_first
+                tiles = min(i32(TR), (last - row + first + i32(15)) // i32(16))
+        return source, row, k0, i, tiles
 
     @kernel(threads=W * 32, min_blocks=16 // W if NT <= 2 else 1, shared=RING + W * F * FRAGMENT)
     def gemm_small(x: Pointer(dtype), weight: Pointer(dtype), bias_: Pointer(dtype), out: Pointer(out_dtype), m: i32, n: i32,
@@ -147,17 +141,16 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         first = i32(cuda.blockIdx.x) * rows
         last = min(first + rows, n)
         steps = (k + i32(STEP - 1)) // i32(STEP)
-        total = (last - first + i32(15)) // i32(16) * steps * i32(P)
+        total = (last - first + i32(15)) // i32(16) * steps
         row_bytes = u64(k) * u64(2)
         ring = memory + u32(warp) * u32(S * STAGE)
 
-        # the loader's place: this lane's source, row and k; part of the slice, tile of the row group, tiles of the group
+        # the loader's place: this lane's source, row and k; tile of the row group, tiles of the group
         line = lane // i32(8)
-        k_lane = warp * i32(SLICE) + (lane % i32(8)) * i32(8)
+        k_lane = warp * i32(KT) + (lane % i32(8)) * i32(8)
         source = address(weight) + u64(first + line) * row_bytes + u64(k_lane) * u64(2)
         load_row = first + line
         load_k = k_lane
-        load_part = i32(0)
         load_i = i32(0)
         load_tiles = min(i32(TR), (last - first + i32(15)) // i32(16))
         issued = i32(0)
@@ -165,17 +158,17 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
         for _ in range(S - 1):
             if issued < total:
                 load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
-                source, load_row, load_k, load_part, load_i, load_tiles = advance(
-                    source, load_row, load_k, load_part, load_i, load_tiles, line, last, k_lane, k, row_bytes)
+                source, load_row, load_k, load_i, load_tiles = advance(
+                    source, load_row, load_k, load_i, load_tiles, line, last, k_lane, k, row_bytes)
                 issued += i32(1)
             cp_async_commit()
             write += u32(STAGE)
         if overlap:
             grid_dependency_wait()
 
-        xs = cuda.local.array((NT, PJ, 4), types.uint32)
+        xs = cuda.local.array((NT, J, 4), types.uint32)
         acc = cuda.local.array((TR, NT, 4), types.float32)
-        k_x = warp * i32(SLICE) + c * i32(8)
+        k_x = warp * i32(KT) + c * i32(8)
         x_base = address(x) + (u64(g) * u64(x_stride) + u64(k_x)) * u64(2)
         read = u32(0)
         write = u32((S - 1) * STAGE)
@@ -192,40 +185,38 @@ def gemm_small_kernel(dtype: DType, out_dtype: DType, token_tiles: int, row_tile
             for _ in range(steps):
                 # not a step ahead: the ring keeps the memory busy through these loads' latency, and registers are dearer
                 for t in range(NT):
-                    for j in range(PJ):
+                    for j in range(J):
                         v = _load_x(x_step + (u64(8 * t) * u64(x_stride) + u64(32 * j)) * u64(2),
                                     (g + i32(8 * t) < m) and (k_step + i32(32 * j) < k))
                         for q in range(4):
                             xs[t, j, q] = v[q]
                 for i in range(TR):
                     if i32(i) < tiles:
-                        for p in range(P):
-                            wait_tile()
-                            cuda.syncwarp()
-                            # refill the slot that all lanes have read in the turn before
-                            if issued < total:
-                                load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
-                                source, load_row, load_k, load_part, load_i, load_tiles = advance(
-                                    source, load_row, load_k, load_part, load_i, load_tiles, line, last, k_lane, k, row_bytes)
-                                issued += i32(1)
-                            cp_async_commit()
-                            write += u32(STAGE)
-                            if write == u32(S * STAGE):
-                                write = u32(0)
-                            for j in range(J):
-                                slot = ring + read + (a_offset ^ u32(64 * (j % 2))) + u32(2048 * (j // 2))
-                                a = load_shared_v4(slot)
-                                b = load_shared_v4(slot + u32(1024))
-                                for t in range(NT):
-                                    o = p * J + j
-                                    d = mma(a[0], b[0], a[1], b[1], xs[t, o, 0], xs[t, o, 1],
-                                            acc[i, t, 0], acc[i, t, 1], acc[i, t, 2], acc[i, t, 3])
-                                    d = mma(a[2], b[2], a[3], b[3], xs[t, o, 2], xs[t, o, 3], d[0], d[1], d[2], d[3])
-                                    for q in range(4):
-                                        acc[i, t, q] = d[q]
-                            read += u32(STAGE)
-                            if read == u32(S * STAGE):
-                                read = u32(0)
+                        wait_tile()
+                        cuda.syncwarp()
+                        # refill the slot that all lanes have read in the turn before
+                        if issued < total:
+                            load_tile(ring + write, source, load_row, load_k, last, k, row_bytes, lane)
+                            source, load_row, load_k, load_i, load_tiles = advance(
+                                source, load_row, load_k, load_i, load_tiles, line, last, k_lane, k, row_bytes)
+                            issued += i32(1)
+                        cp_async_commit()
+                        write += u32(STAGE)
+                        if write == u32(S * STAGE):
+                            write = u32(0)
+                        for j in range(J):
+                            slot = ring + read + (a_offset ^ u32(64 * (j % 2))) + u32(2048 * (j // 2))
+                            a = load_shared_v4(slot)
+                            b = load_shared_v4(slot + u32(1024))
+                            for t in range(NT):
+                                d = mma(a[0], b[0], a[1], b[1], xs[t, j, 0], xs[t, j, 1],
+                                        acc[i, t, 0], acc[i, t, 1], acc[i, t, 2], acc[i, t, 3])
+                                d = mma(a[2], b[2], a[3], b[3], xs[t, j, 2], xs[t, j, 3], d[0], d[1], d[2], d[3])
+                                for q in range(4):
+                                    acc[i, t, q] = d[q]
+                        read += u32(STAGE)
+                        if read == u32(S * STAGE):
+                            read = u32(0)
                 x_step += u64(STEP * 2)
                 k_step += i32(STEP)
 
