@@ -193,6 +193,15 @@ def test_a_gpu_that_is_too_old(model, monkeypatch):
 # ---- the server and the command line -----------------------------------------------------------------------------
 
 
+def test_a_package_that_is_missing(fails, model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zhilight.engine.llm", None)  # its import fails: a fault of ours keeps its traceback
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["generate", str(model), "--prompt", "x", *CPU])
+    monkeypatch.delitem(sys.modules, "zhilight.engine.llm")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    fails(["generate", str(model), "--prompt", "x", *CPU], "tokenizers is not installed", "zhilight doctor", code=1)
+
+
 def test_a_port_that_is_taken(fails, model):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -45,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ZhiLightError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, (ConfigError, RequestError)) else 1
+    except ModuleNotFoundError as error:
+        if (error.name or "zhilight").partition(".")[0] == "zhilight":
+            raise
+        print(f"the package {error.name} is not installed, and ZhiLight needs it. `zhilight doctor` says what else is missing "
+              "and how to get it.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
