@@ -11,6 +11,7 @@ from tiny_llama import EOS, write_tiny_llama
 from zhilight.config.sampling import SamplingParams
 from zhilight.engine.collector import Collector
 from zhilight.engine.messages import Finished, Started, StepOutput
+from zhilight.engine.outputs import PositionLogprobs, TokenLogprob
 from zhilight.tokenization.tokenizer import load_tokenizer
 
 
@@ -65,6 +66,24 @@ def test_waiting_counts_what_has_not_started(tokenizer):
     assert collector.num_waiting == 1
     collector.close(two)
     assert (collector.num_waiting, collector.num_sequences) == (0, 0)
+
+
+def test_prompt_log_probabilities_come_whole_though_another_choice_is_faster(tokenizer):
+    collector = Collector(tokenizer)
+    request = collector.open("r", None, [1, 2, 3], SamplingParams(n=2, prompt_logprobs=0))
+    slow, fast = (choice.handle for choice in request.choices)
+    entry = PositionLogprobs(TokenLogprob(2, -1.0, 1), [])
+    collector.dispatch(step({fast: 70}, prompt_logprobs=[(slow, [entry])]))
+    assert not request.has_news
+    collector.dispatch(step({fast: 71, slow: 72}, prompt_logprobs=[(slow, [entry])]))
+    output = request.take()
+    assert output.prompt_logprobs == [None, entry, entry]
+    assert [choice.token_ids for choice in output.outputs] == [[72], [70, 71]]
+    failed = collector.open("f", None, [1, 2, 3], SamplingParams(n=2, prompt_logprobs=0))
+    slow, fast = (choice.handle for choice in failed.choices)
+    collector.dispatch(step({fast: 70}, finished=[Finished(slow, "error", error="no", param="seed")]))
+    output = failed.take()
+    assert (output.error, output.error_param) == ("no", "seed")
 
 
 def test_what_comes_for_nobody_is_dropped(tokenizer):

@@ -87,6 +87,7 @@ class StubEngine:
         self.fail_after: int | None = None
         """Tokens after which the request ends with finish_reason error."""
         self.error_text = "all tokens are masked"
+        self.error_param: str | None = None
         self.requests: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.aborted: list[str] = []
         self.active: set[str] = set()
@@ -102,7 +103,7 @@ class StubEngine:
         self.aborted.append(request_id)
         self.active.discard(request_id)
 
-    async def embed(self, prompt_token_ids: list[int], request_id: str) -> np.ndarray:
+    async def embed(self, prompt_token_ids: list[int]) -> np.ndarray:
         await asyncio.sleep(self.delay)
         return np.arange(1, 9, dtype=np.float32) * len(prompt_token_ids)
 
@@ -151,7 +152,7 @@ class StubEngine:
                     finished=all(writer.finished for writer in writers), cached_tokens=self.cached_tokens,
                     prompt_logprobs=prompt_logprobs if first else None,
                     error=self.error_text if delta.finish_reason == "error" else None,
-                    metrics=RequestMetrics(arrival=0.0))
+                    metrics=RequestMetrics(arrival=0.0), error_param=self.error_param)
                 first = False
 
     def position(self, token: int, top: int) -> PositionLogprobs:

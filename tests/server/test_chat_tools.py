@@ -270,6 +270,9 @@ async def test_a_constraint_waits_for_the_end_of_the_thought(running: Running, h
 
 
 async def test_dead_end_of_a_grammar_is_the_requests_error(running: Running, hello: Body) -> None:
-    running.engine.fail_after = 0
+    running.engine.fail_after, running.engine.error_param = 0, "response_format"
     status, answer = await running.post(CHAT, hello | {"guided_choice": ["yes"]})
-    assert (status, answer["error"]["code"]) == (400, "generation_failed")
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "generation_failed", "response_format")
+    running.engine.error_param = None  # a step that failed for the engine's own reasons is no fault of the grammar's
+    status, answer = await running.post(CHAT, hello | {"guided_choice": ["yes"]})
+    assert (status, answer["error"]["code"]) == (500, "generation_failed")

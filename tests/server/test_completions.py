@@ -139,6 +139,21 @@ async def test_echo_with_logprobs_scores_the_prompt(running: Running) -> None:
         logprobs["token_logprobs"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_choice_echoes_the_scored_prompt(running: Running, stream: bool) -> None:
+    """The engine gives the prompt's log-probabilities once, with whichever choice comes first."""
+    body = {"prompt": "ab", "echo": True, "logprobs": 0, "max_tokens": 1, "n": 2}
+    if stream:
+        raw = await events(running, "/v1/completions", body | {"stream": True})
+        choices = [json.loads(item)["choices"][0] for item in raw[:-1]]
+    else:
+        choices = (await running.post("/v1/completions", body))[1]["choices"]
+    for index in range(2):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == "abH"
+        assert [value for choice in mine for value in choice["logprobs"]["token_logprobs"]] == [None, -0.25, -0.25]
+
+
 async def test_max_tokens_0_with_echo_only_scores(running: Running) -> None:
     """What lm-eval and other harnesses send for a log-likelihood."""
     _, answer = await running.post("/v1/completions", {"prompt": [[104, 105], [120]], "echo": True, "logprobs": 1,

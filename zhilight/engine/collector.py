@@ -111,6 +111,7 @@ class CollectedRequest:
         self.metrics = RequestMetrics(arrival=time.monotonic())
         self.cached_tokens = 0
         self.error: str | None = None
+        self.error_param: str | None = None
         self.refused: RequestError | None = None
         self.prompt_logprobs: list[PositionLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         self.settles_each_step = streamed or bool(params.stop)
@@ -147,7 +148,13 @@ class CollectedRequest:
             return False
         if self._selects:
             return self.finished
-        return any(choice.has_news for choice in self.choices)
+        return not self._awaits_prompt_logprobs and any(choice.has_news for choice in self.choices)
+
+    @property
+    def _awaits_prompt_logprobs(self) -> bool:
+        """They go out with the first output, all of them; the other choices may well be faster than the one that has them."""
+        return (self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+                and self.choices[0].finish_reason is None)
 
     def take(self) -> RequestOutput:
         """What is new since the last time; the last one has `finished` set."""
@@ -161,7 +168,7 @@ class CollectedRequest:
         if not self._prompt_logprobs_sent:
             prompt_logprobs, self._prompt_logprobs_sent = self.prompt_logprobs, True
         return RequestOutput(self.request_id, self.prompt_token_ids, outputs, finished, self.prompt, prompt_logprobs,
-                             self.cached_tokens, self.error, self.metrics)
+                             self.cached_tokens, self.error, self.metrics, self.error_param)
 
     def cancel(self) -> list[int]:
         """End what still runs as aborted; the handles that the engine must forget."""
@@ -267,7 +274,7 @@ class Collector:
             if finished is not None and finished.reason == "refused":
                 request.refused = RequestError(finished.error or "refused", param=finished.param)
             if finished is not None and finished.error is not None:
-                request.error = finished.error
+                request.error, request.error_param = finished.error, finished.param
             try:
                 if choice.settle(finished):
                     stopped.append(choice.handle)

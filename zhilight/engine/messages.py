@@ -95,7 +95,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence ended: reason is stop, length, error or refused (it never ran; `param` names the field at fault).
+    """A sequence ended: reason is stop, length, error or refused (it never ran). `param` names the field at fault, if one is.
 
     stop_token: its last token is an end-of-sequence or stop token; stop_reason names the latter.
     """

@@ -50,7 +50,8 @@ class RequestOutput(msgspec.Struct):
     """A request's state: its prompt, its choices, and whether all of them have ended.
 
     prompt_logprobs: one entry a prompt token, None for the first; sent once. cached_tokens: prompt tokens whose KV came
-    from the prefix cache. error: why the request ended with finish_reason "error".
+    from the prefix cache. error: why the request ended with finish_reason "error"; error_param: the field that caused it,
+    None where the fault is the engine's.
     """
 
     request_id: str
@@ -62,3 +63,4 @@ class RequestOutput(msgspec.Struct):
     cached_tokens: int = 0
     error: str | None = None
     metrics: RequestMetrics | None = None
+    error_param: str | None = None

@@ -10,7 +10,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from zhilight.config.sampling import SamplingParams
-from zhilight.engine.outputs import CompletionOutput, RequestOutput
+from zhilight.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from zhilight.server.openai.body import read_body
 from zhilight.server.openai.errors import bad_request
 from zhilight.server.openai.generation import Generation, first_of, is_long, new_request_id
@@ -122,6 +122,8 @@ class CompletionAnswer:
         self._usage = UsageCount(sum(len(prompt.token_ids) for prompt in job.prompts))
         self._n = body.n or 1
         self._choices = [_Choice(prompt, self._names, body) for prompt in job.prompts for _ in range(self._n)]
+        self._prompt_logprobs: dict[int, list[PositionLogprobs | None]] = {}
+        """By prompt: they come once, and each of its choices shows them."""
         self._opened = 0
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
@@ -129,9 +131,11 @@ class CompletionAnswer:
 
     def _add(self, prompt_index: int, output: RequestOutput) -> None:
         self._usage.add_prompt(prompt_index, output)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = output.prompt_logprobs
         for delta in output.outputs:
             choice = self._choices[prompt_index * self._n + delta.index]
-            choice.open(output)
+            choice.open(self._prompt_logprobs.get(prompt_index))
             self._usage.add_generated(0 if self._job.discard_output else len(delta.token_ids))
             choice.add(delta, discard=self._job.discard_output)
 
@@ -192,19 +196,19 @@ class _Choice:
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
 
-    def open(self, output: RequestOutput) -> None:
+    def open(self, positions: list[PositionLogprobs | None] | None) -> None:
         """Before the first delta: what is known of the prompt."""
         if self._opened:
             return
         self._opened = True
         if self._body.return_token_ids:
             self._prompt_token_ids = self._prompt.token_ids
-        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            self._prompt_logprobs = prompt_logprobs(self._names, output.prompt_logprobs, self._body.prompt_logprobs)
+        if self._body.prompt_logprobs is not None and positions is not None:
+            self._prompt_logprobs = prompt_logprobs(self._names, positions, self._body.prompt_logprobs)
         if self._body.echo:
             self._text.append(self._prompt.text or "")
-            if self._logprobs is not None and output.prompt_logprobs is not None:
-                self._logprobs.add_prompt(self._prompt.token_ids, output.prompt_logprobs)
+            if self._logprobs is not None and positions is not None:
+                self._logprobs.add_prompt(self._prompt.token_ids, positions)
 
     def add(self, delta: CompletionOutput, *, discard: bool) -> None:
         if not discard:

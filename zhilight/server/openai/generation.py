@@ -73,7 +73,7 @@ class Generation:
                 if output.finished:
                     self._unfinished.discard(request_id)
                     meter.finish(output)
-                self._raise_failure(index, output)
+                self._raise_failure(output)
                 yield index, output
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -100,12 +100,14 @@ class Generation:
             else:
                 yield item
 
-    def _raise_failure(self, index: int, output: RequestOutput) -> None:
+    @staticmethod
+    def _raise_failure(output: RequestOutput) -> None:
         for choice in output.outputs:
             if choice.finish_reason == "error":
                 message = output.error or "The request failed inside the engine."
                 # A grammar that leaves no token is the request's own doing; the SDKs would repeat a 5xx for nothing.
-                raise APIError(400 if self._params[index].structured else 500, message, code="generation_failed")
+                raise APIError(500 if output.error_param is None else 400, message, param=output.error_param,
+                               code="generation_failed")
             if choice.finish_reason == "abort":
                 raise APIError(503, "The request was aborted: the server is shutting down.", code="aborted")
 
