@@ -137,7 +137,7 @@ class Soak:
             pass
 
     async def embed(self, request_id: str) -> None:
-        await self.engine.embed(self.prompt(), request_id)
+        await self.engine.embed(self.prompt())
 
     async def repeat(self, request_id: str) -> None:
         """A seeded request of few kinds: whatever runs beside it, the same tokens each time."""

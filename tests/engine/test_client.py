@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import zmq
 from tiny_llama import VOCAB, write_tiny_llama
 
 from zhilight import LLM, EngineConfig, SamplingParams
@@ -170,11 +172,11 @@ async def test_a_full_queue_is_busy(folder):
 
 async def test_embedding(engine):
     ids = engine.tokenizer.encode("embed this")
-    one, two = await asyncio.gather(engine.embed(ids, "a"), engine.embed(ids, "b"))
+    one, two = await asyncio.gather(engine.embed(ids), engine.embed(ids))
     assert one.shape == (48,)
     assert (one == two).all()
     with pytest.raises(RequestError):
-        await engine.embed([], "c")
+        await engine.embed([])
 
 
 async def test_death_is_noticed_at_once(engine):
@@ -189,8 +191,19 @@ async def test_death_is_noticed_at_once(engine):
     with pytest.raises(EngineDead):
         await anext(engine.generate([5], params(), "y"))
     with pytest.raises(EngineDead):
-        await engine.embed([5], "z")
+        await engine.embed([5])
     await engine.abort("x")
+
+
+async def test_messages_that_cannot_be_read_are_the_engines_end(engine, caplog):
+    stream = engine.generate([5, 6, 7], LONG, "x")
+    await anext(stream)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as other, caplog.at_level(logging.CRITICAL):
+        other.connect(engine._process.from_engine)
+        other.send(b"\xc1")
+        with pytest.raises(EngineDead, match="cannot be read"):
+            await asyncio.wait_for(tokens_of(stream), 5)
+    assert engine.dead.is_set()
 
 
 async def test_drain_lets_running_requests_finish_and_refuses_new_ones(engine):

@@ -99,6 +99,7 @@ class AsyncEngine:
         self._collector = Collector(self.tokenizer)
         self._stats.kv_blocks = ready.num_kv_blocks
         self._receiver = asyncio.create_task(self._receive())
+        self._receiver.add_done_callback(self._on_receiver_end)
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -143,8 +144,11 @@ class AsyncEngine:
             self._forget(stream.request)
             stream.news.set()
 
-    async def embed(self, prompt_token_ids: list[int], request_id: str) -> np.ndarray:
-        """The last hidden state, after the final norm, of the prompt's last token: [H] float32. Raises as `generate` does."""
+    async def embed(self, prompt_token_ids: list[int]) -> np.ndarray:
+        """The last hidden state, after the final norm, of the prompt's last token: [H] float32.
+
+        Raises as `generate` does, and RuntimeError when the computation fails. Cancelling the task aborts it.
+        """
         self._check_accepting()
         params = SamplingParams(max_tokens=1)
         array = validate_prompt(prompt_token_ids, params, self.config, self.model_config)
@@ -197,8 +201,7 @@ class AsyncEngine:
         await asyncio.to_thread(self._process.end)
         if self._receiver is not None:
             self._receiver.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._receiver
+            await asyncio.wait({self._receiver})  # raises nothing: `_on_receiver_end` has said what there is to say
         self._on_death("it was closed")
         self._outbox.close()
         self._inbox.close()
@@ -267,6 +270,13 @@ class AsyncEngine:
             elif isinstance(message, Failed):
                 self._death = f"{message.kind}: {message.message}"
 
+    def _on_receiver_end(self, receiver: asyncio.Task) -> None:
+        """Nobody reads the engine's messages any more: without this, every request would wait for ever."""
+        if not receiver.cancelled() and (error := receiver.exception()) is not None:
+            logger.error("The engine's messages cannot be read any more: %s", error, exc_info=error)
+            self._death = f"its messages cannot be read ({type(error).__name__}: {error})"
+            self._on_death("the front failed")
+
     def _take_in(self, out: StepOutput) -> None:
         if out.stats is not None:
             self._stats = out.stats
@@ -284,7 +294,7 @@ class AsyncEngine:
         for finished in out.finished:
             future = self._embeds.get(finished.handle)
             if future is not None and not future.done():
-                future.set_exception(RequestError(finished.error or finished.reason))
+                future.set_exception(RuntimeError(f"the embedding failed in the engine: {finished.error or finished.reason}"))
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread: wait for the child's end, and say so to the loop."""

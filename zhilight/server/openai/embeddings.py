@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import uuid
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -33,12 +32,7 @@ async def embeddings(request: web.Request) -> web.Response:
 
     async def embed(prompt: PreparedPrompt) -> np.ndarray:
         async with gate:
-            request_id = uuid.uuid4().hex
-            try:
-                return await serving.engine.embed(prompt.token_ids, request_id)
-            except asyncio.CancelledError:
-                await asyncio.shield(serving.engine.abort(request_id))
-                raise
+            return await serving.engine.embed(prompt.token_ids)
 
     tasks = [asyncio.create_task(embed(prompt)) for prompt in prompts]
     try:
