@@ -16,6 +16,7 @@ MODULES = (
     "attention_prefill",
     "embedding",
     "gemm_sm80",
+    "gemm_sm90",
     "gemm_small",
     "gemm_swapped",
     "logprobs",

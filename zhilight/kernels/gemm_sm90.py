@@ -367,13 +367,15 @@ def _check(x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool, scale: floa
 
 
 def catalogue() -> Iterator[Kernel]:
-    """Each code path once, at the tiles that most shapes take."""
-    wide, split = Tile(256, share_weight=2), Tile(128, share_x=2, split=2)
-    for tile in (wide, Tile(256), Tile(192, share_weight=2), Tile(160, share_weight=2), Tile(128), split):
+    """Each code path once, at tiles that the shapes of models take."""
+    wide, shared, split = Tile(256), Tile(224, share_weight=2), Tile(80, share_x=2, split=2)
+    for tile in (wide, shared, split, Tile(160), Tile(112, share_weight=2, share_x=4), Tile(128, split=2)):
         yield gemm_sm90_kernel(tile, bfloat16, bfloat16, False, False, True)
     yield gemm_sm90_kernel(wide, float16, float16, False, False, True)
-    yield gemm_sm90_kernel(wide, bfloat16, bfloat16, True, False, True)
-    yield gemm_sm90_kernel(wide, bfloat16, bfloat16, False, True, True)
+    for tile in (wide, shared):
+        yield gemm_sm90_kernel(tile, bfloat16, bfloat16, False, True, True)
     yield gemm_sm90_kernel(wide, bfloat16, bfloat16, True, True, False)
-    yield gemm_sm90_kernel(Tile(256), bfloat16, float32, False, False, True)
-    yield gemm_sm90_kernel(split, bfloat16, bfloat16, True, True, True)
+    for tile in (wide, split):
+        yield gemm_sm90_kernel(tile, bfloat16, bfloat16, True, False, True)
+    for tile in (wide, Tile(128, share_x=2, resident=2)):
+        yield gemm_sm90_kernel(tile, bfloat16, float32, False, False, True)

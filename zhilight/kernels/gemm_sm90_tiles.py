@@ -57,7 +57,6 @@ COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 """Widths of tiles. Each one that a weight takes is compiled; see tiles_of."""
 FEW_ROWS = 2 * ROWS
 
-
 MEASURED = {
     (ROWS, 4096, 4096): Tile(80, share_x=2, split=2),
     (ROWS, 4096, 14336): Tile(80, share_x=2, split=2),
@@ -66,7 +65,6 @@ MEASURED = {
     (ROWS, 3584, 18944): Tile(80, share_x=2, split=2),
     (FEW_ROWS, 6144, 4096): Tile(112, share_weight=2, share_x=4),
     (FEW_ROWS, 4608, 3584): Tile(80, share_weight=2, share_x=2),
-    (FEW_ROWS, 8192, 28672): Tile(128, split=2, resident=2),
 }
 """(M at most, N, K): the fastest of a dozen tiles measured on an H200 with 132 multiprocessors, where the model misses it."""
 
