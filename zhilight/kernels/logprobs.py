@@ -21,7 +21,7 @@ from zhilight.driver.dtype import float32, int32
 from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import FULL_WARP, exp2_approx, f32, float_of_bits, i32, i64, log2_approx, u32, u64
 from zhilight.kernels.runtime import Runtime
-from zhilight.kernels.sampling_draw import LOG2_E, NEGATIVE_INFINITY, ordered_key, value_of_key
+from zhilight.kernels.sampling_survey import LOG2_E, NEGATIVE_INFINITY, ordered_key, value_of_key
 
 THREADS = 1024
 MAX_TOP = 32

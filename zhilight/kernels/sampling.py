@@ -42,14 +42,14 @@ from zhilight.kernels.ptx import (
     u64,
 )
 from zhilight.kernels.runtime import Runtime
-from zhilight.kernels.sampling_draw import (
+from zhilight.kernels.sampling_draw import draw_kernel
+from zhilight.kernels.sampling_survey import (
     CHUNK,
     COARSE,
     NEGATIVE_INFINITY,
     THREADS,
     TILES,
     compact_kernel,
-    draw_kernel,
     load_four,
     ordered_key,
     survey_kernel,
