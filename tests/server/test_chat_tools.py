@@ -134,6 +134,23 @@ async def test_strict_tools_constrain_only_what_begins_as_a_call(start: Start) -
     assert running.engine.requests[-1][1].structured is None
 
 
+async def test_arguments_stream_as_they_come_where_a_tool_is_strict(start: Start) -> None:
+    """The grammar vouches for the call; without it, a call is sent when it is whole."""
+    running = await start(tool_call_parser="hermes")
+    running.engine.script = lambda ids, params, index: CALLS
+    strict = [TOOLS[0], {"type": "function", "function": TOOLS[1]["function"] | {"strict": True}}]
+    counts = []
+    for tools in (strict, TOOLS):
+        raw = await events(running, CHAT, user(stream=True, tools=tools))
+        parts = [part for item in raw[:-1] for part in json.loads(item)["choices"][0]["delta"].get("tool_calls", [])]
+        first = [part["function"] for part in parts if part["index"] == 0]
+        assert first[0]["name"] == "look"
+        assert json.loads("".join(part["arguments"] for part in first)) == {"city": "Os{lo}"}
+        counts.append(len(first))
+    assert counts[0] > 2
+    assert counts[1] == 1
+
+
 @pytest.mark.parametrize(("fields", "param"), [
     ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),

@@ -98,13 +98,13 @@ def message_style(serving: Serving, body: ChatCompletionRequest, structured: Str
         if parser is None or not serving.config.enable_auto_tool_choice:
             raise bad_request("tool_choice auto needs a tool parser: start the server with --tool-call-parser NAME "
                               "(and without --no-enable-auto-tool-choice), or set tool_choice.", "tool_choice")
-        constraint = None
-        if structured is not None:
+        constraint, constrained = None, False
+        if structured is not None:  # not `constrained`: an answer in the format may hold what looks like the start of a call
             constraint = either(force_calls(parser, tools, serving.tokenizer, parallel=parallel), structured)
         elif any(tool.function.strict for tool in body.tools):
-            constraint = allow_calls(parser, tools, serving.tokenizer, parallel=parallel)
-        return MessageStyle(body.tools, lambda: parser(tools, parallel=parallel), parser.needs_special_tokens, constraint,
-                            **reasoning)
+            constraint, constrained = allow_calls(parser, tools, serving.tokenizer, parallel=parallel), True
+        return MessageStyle(body.tools, lambda: parser(tools, constrained=constrained, parallel=parallel),
+                            parser.needs_special_tokens, constraint, **reasoning)
     forced = serving.tool_parser or get_tool_parser(_FORCED_FORMAT)
     name = choice.function.name if isinstance(choice, NamedToolChoice) else None
     constraint = force_calls(forced, tools, serving.tokenizer, name=name, parallel=parallel)
