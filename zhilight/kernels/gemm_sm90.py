@@ -24,6 +24,7 @@ Bench: bench/kernels/gemm.py; figures and what was tried: docs/kernels/gemm_sm90
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from numba import cuda
@@ -325,19 +326,27 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
     (m, k), n = x.shape, weight.shape[0]
     if m == 0:
         return
-    tile = tile or choose_tile(m, n, k, runtime.multiprocessors, silu_mul)
-    found = gemm_sm90_kernel(tile, x.dtype, out.dtype, bias is not None, silu_mul, overlap)
-    size, out_size = x.dtype.itemsize, out.dtype.itemsize
-    out_tile = (tile.columns // 2 if silu_mul else tile.columns) // tile.split
-    pitch = epilogue.slab_bytes(out_tile, out.dtype)
+    found, grid, x_box, weight_box, out_box, pitch = _plan(
+        m, n, k, runtime.multiprocessors, x.dtype, out.dtype, bias is not None, silu_mul, overlap, tile)
+    size, out_size = x.dtype.bits // 8, out.dtype.bits // 8
     rows = MAX_ROWS if m >= ROWS else m
-    maps = (runtime.tensor_map(x.address, x.dtype, (rows, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP)),
-            runtime.tensor_map(weight.address, x.dtype, (n, k), (weight.strides[0] * size,),
-                               (tile.columns // tile.share_weight, STEP)),
-            runtime.tensor_map(out.address, out.dtype, (rows, out.shape[1]), (out.strides[0] * out_size,),
-                               (epilogue.ROWS, pitch // out_size), pitch))
-    found.launch(tile.grid(m, n, runtime.multiprocessors), *maps, 0 if bias is None else bias.address, scale, m, n, k,
-                 stream=runtime.stream, overlap=overlap)
+    found.launch(
+        grid,
+        runtime.tensor_map(x.address, x.dtype, (rows, k), (x.strides[0] * size,), x_box),
+        runtime.tensor_map(weight.address, x.dtype, (n, k), (weight.strides[0] * size,), weight_box),
+        runtime.tensor_map(out.address, out.dtype, (rows, out.shape[1]), (out.strides[0] * out_size,), out_box, pitch),
+        0 if bias is None else bias.address, scale, m, n, k, stream=runtime.stream, overlap=overlap)
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan(m: int, n: int, k: int, multiprocessors: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool,
+          overlap: bool, tile: Tile | None) -> tuple[Kernel, int, tuple[int, int], tuple[int, int], tuple[int, int], int]:
+    """The kernel, its grid, the boxes of the maps of x, weight and out, and the bytes of a row of out's."""
+    tile = tile or choose_tile(m, n, k, multiprocessors, silu_mul)
+    pitch = epilogue.slab_bytes((tile.columns // 2 if silu_mul else tile.columns) // tile.split, out_dtype)
+    return (gemm_sm90_kernel(tile, dtype, out_dtype, bias, silu_mul, overlap), tile.grid(m, n, multiprocessors),
+            (ROWS // tile.share_x, STEP), (tile.columns // tile.share_weight, STEP),
+            (epilogue.ROWS, pitch // out_dtype.itemsize), pitch)
 
 
 def _check(x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool, scale: float) -> None:
