@@ -47,7 +47,7 @@ def graph_milliseconds(llm: LLM, replays: int = 20) -> dict[str, float]:
     """Device time of each captured decode graph, replayed back to back: what a step costs without the host and sampling."""
     from zhilight.driver.stream import elapsed_ms
 
-    runner, times = llm._core.runner, {}
+    runner, times = llm.runner, {}
     for (size, _), graph in sorted(getattr(runner, "_graphs", {}).items()):
         stream = runner.ops.stream
         with runner.ops.scope():

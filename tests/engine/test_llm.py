@@ -154,6 +154,29 @@ def test_two_streams_at_once_give_what_each_gives_alone(llm):
     assert got == alone
 
 
+def test_a_refusal_reaches_the_request_it_belongs_to_and_no_other(llm):
+    from zhilight import StructuredOutput
+
+    bad = llm.stream("a", SamplingParams(structured=StructuredOutput("regex", "(")))
+    (output,) = llm.generate(PROMPTS[0], params(), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+    llm._core.wait_for_grammars()
+    llm.generate("b", params(max_tokens=2), use_tqdm=False)  # takes in the refusal, which is not its own
+    with pytest.raises(RequestError):
+        next(bad)
+
+
+def test_without_a_tokenizer_what_needs_one_is_refused(folder):
+    llm = make(folder, skip_tokenizer_init=True)
+    ids = {"prompt_token_ids": [5, 6]}
+    assert llm.generate(ids, params(max_tokens=3), use_tqdm=False)[0].outputs[0].text == ""
+    assert len(llm.beam_search(ids, 2, 2, ignore_eos=True)[0]) == 2
+    for call in (lambda: llm.generate("text"), lambda: llm.chat([{"role": "user", "content": "hi"}]),
+                 lambda: llm.generate(ids, params(stop=("x",))), lambda: llm.generate(ids, params(bad_words=("x",)))):
+        with pytest.raises(RequestError, match="without a tokenizer"):
+            call()
+
+
 def test_beam_search_with_a_wide_beam_finds_the_best_of_all(llm):
     """Two tokens deep, against every pair of tokens among the first step's ten best."""
     ids = llm.tokenizer.encode("beam")

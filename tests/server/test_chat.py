@@ -290,7 +290,7 @@ async def test_truncation_keeps_the_end(running: Running, hello: Body) -> None:
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"priority": 3}, "priority"),
+    ({"priority": 3}, "priority"), ({"priority": 2**70}, "priority"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

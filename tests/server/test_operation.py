@@ -18,6 +18,7 @@ import pytest
 
 from tests.server.conftest import Running, Start
 from tests.server.stub_engine import StubEngine
+from zhilight.config.engine import EngineConfig
 from zhilight.errors import ConfigError, EngineBusy, EngineDead, RequestError
 from zhilight.server.config import ServerConfig
 from zhilight.server.openai.entrypoints.api_server import Server, bind
@@ -383,3 +384,10 @@ async def test_served_names(start: Start, hello: Body) -> None:
     assert (await running.client().models.retrieve("org/alias")).id == "org/alias"
     with pytest.raises(openai.NotFoundError):
         await running.client().models.retrieve("stub-model")
+
+
+async def test_a_priority_beyond_its_range_is_the_clients_fault(start: Start, hello: Body) -> None:
+    running = await start(StubEngine(config=EngineConfig(model="stub-model", scheduling_policy="priority")))
+    assert (await running.post(CHAT, hello | {"priority": -7}))[0] == 200
+    status, answer = await running.post(CHAT, hello | {"priority": 2**70})
+    assert (status, answer["error"]["param"]) == (400, "priority")

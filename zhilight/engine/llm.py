@@ -14,6 +14,7 @@ from zhilight.engine.defaults import default_sampling_params
 from zhilight.engine.messages import Abort, EngineStats
 from zhilight.engine.outputs import RequestOutput
 from zhilight.engine.request import validate_prompt
+from zhilight.engine.runner import Runner
 from zhilight.engine.startup import start_engine, tokenizer_loader
 from zhilight.engine.stats_log import StatsLog
 from zhilight.errors import RequestError
@@ -21,11 +22,13 @@ from zhilight.errors import RequestError
 Prompt: TypeAlias = str | dict[str, Any] | Sequence[int]
 """A text, {"prompt": text}, {"prompt_token_ids": ids} or the ids themselves."""
 Message: TypeAlias = dict[str, Any]
+_NO_TOKENIZER = "the engine runs without a tokenizer (skip_tokenizer_init)"
 
 
 @dataclass(frozen=True)
 class Beam:
-    """One hypothesis of a beam search: what it adds to the prompt. finish_reason is "stop" or "length"."""
+    """One hypothesis of a beam search: what it adds to the prompt (no text without a tokenizer). finish_reason is "stop" or
+    "length"."""
 
     token_ids: list[int]
     text: str
@@ -80,6 +83,8 @@ class LLM:
 
         Without sampling_params an answer may take what is left of the context.
         """
+        if self.tokenizer is None:
+            raise RequestError(f"{_NO_TOKENIZER}: use generate with prompt_token_ids.", param="messages")
         conversations = [messages] if not messages or isinstance(messages[0], dict) else list(messages)
         prompts = []
         for conversation in conversations:
@@ -97,12 +102,15 @@ class LLM:
 
         def pieces() -> Iterator[RequestOutput]:
             try:
-                while not request.finished:
-                    self._advance()
+                while True:
+                    if request.refused is not None:
+                        raise request.refused
                     if request.has_news:
                         yield request.take()
-                if request.has_news:
-                    yield request.take()
+                    elif request.finished:
+                        return
+                    else:
+                        self._advance()
             finally:
                 self._abandon([request])
 
@@ -124,6 +132,11 @@ class LLM:
         """What the model's generation_config recommends."""
         return default_sampling_params(self.model_config)
 
+    @property
+    def runner(self) -> Runner:
+        """What runs the steps on the device, for benchmarks."""
+        return self._core.runner
+
     def stats(self) -> EngineStats:
         """The engine's gauges and counters now."""
         return self._core.stats()
@@ -138,6 +151,9 @@ class LLM:
         text, ids = self._ids(prompt)
         if self.tokenizer is None:
             params = replace(params, detokenize=False)
+            for name in ("stop", "bad_words"):
+                if getattr(params, name):
+                    raise RequestError(f"{_NO_TOKENIZER}, so it cannot honour {name}: use token ids.", param=name)
         array = validate_prompt(ids, params, self.config, self.model_config)
         bad_words = self._collector.bad_word_ids(params)
         self._count += 1
@@ -153,22 +169,21 @@ class LLM:
             pending = {request for request in requests if not request.finished}
             while pending:
                 for request in self._advance():
+                    if request in pending and request.refused is not None:
+                        raise request.refused
                     if request.finished and request in pending:
                         pending.remove(request)
                         bar.update()
         return [request.take() for request in requests]
 
     def _advance(self) -> list[CollectedRequest]:
-        """One step of the engine; the requests that have news. Raises RequestError for one refused by the engine."""
+        """One step of the engine; the requests that have news, among them those that the engine has refused."""
         if not self._core.has_work:
             self._core.wait_for_grammars()
         touched, stopped = self._collector.dispatch(self._core.step())
         self._stats_log.offer(self._core.stats(), time.monotonic())
         if stopped:
             self._core.abort(Abort(stopped))
-        for request in touched:
-            if request.refused is not None:
-                raise request.refused
         return touched
 
     def _abandon(self, requests: list[CollectedRequest]) -> None:
@@ -202,7 +217,8 @@ class LLM:
                 break  # log-probabilities only fall: no open beam can overtake the complete ones
         complete += [(score, tokens, "length") for score, tokens in beams]
         best = sorted(complete, key=lambda entry: -entry[0])[:width]
-        return [Beam(tokens, self.tokenizer.decode(tokens), score, reason) for score, tokens, reason in best]
+        return [Beam(tokens, self.tokenizer.decode(tokens) if self.tokenizer is not None else "", score, reason)
+                for score, tokens, reason in best]
 
     def _params_each(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None:
@@ -217,8 +233,7 @@ class LLM:
     def _ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         is_text = isinstance(prompt, str) or (isinstance(prompt, dict) and "prompt_token_ids" not in prompt)
         if self.tokenizer is None and is_text:
-            raise RequestError("the engine runs without a tokenizer (skip_tokenizer_init): give prompt_token_ids.",
-                               param="prompt")
+            raise RequestError(f"{_NO_TOKENIZER}: give prompt_token_ids.", param="prompt")
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, dict):

@@ -13,6 +13,7 @@ from zhilight.server.openai.serving import Serving
 MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 4096
 MAX_BAD_WORDS = 1024
+MAX_PRIORITY = 2**31 - 1
 
 
 def make_sampling_params(serving: Serving, request: SamplingFields, *, max_tokens: int, logprobs: int | None,
@@ -27,6 +28,8 @@ def make_sampling_params(serving: Serving, request: SamplingFields, *, max_token
         raise bad_request(f"bad_words has {len(request.bad_words)} entries; the limit is {MAX_BAD_WORDS}.", "bad_words")
     if request.priority and serving.engine.config.scheduling_policy != "priority":
         raise bad_request("priority needs a server started with --scheduling-policy priority.", "priority")
+    if request.priority and abs(request.priority) > MAX_PRIORITY:
+        raise bad_request(f"priority is {request.priority}; it must be from {-MAX_PRIORITY} to {MAX_PRIORITY}.", "priority")
     return SamplingParams(
         n=_value(request.n, 1),
         best_of=request.best_of,
