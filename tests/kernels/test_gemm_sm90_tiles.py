@@ -40,8 +40,15 @@ def test_waves_are_full(m, n, k):
 
 
 @pytest.mark.parametrize("n, k", SHAPES)
-def test_few_kernels_for_a_weight(n, k):
-    assert len(tiles_of(n, k, MULTIPROCESSORS)) <= 14
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_no_step_meets_a_kernel_that_warm_up_did_not(n, k, silu_mul):
+    """Warm-up runs powers of two; steps of other sizes, up to the largest one run, must do with those kernels."""
+    for limit in (2048, 8192):
+        sizes = [m for m in (64, 128, 256, 512, 1024, 2048, 4096, 8192) if m <= limit]
+        met = {choose_tile(m, n, k, MULTIPROCESSORS, silu_mul) for m in sizes}
+        for m in range(1, limit + 1, 37):
+            assert choose_tile(m, n, k, MULTIPROCESSORS, silu_mul) in met, m
+    assert len(tiles_of(n, k, MULTIPROCESSORS, silu_mul)) <= 7
 
 
 @pytest.mark.parametrize("rows, columns, band", [(1, 1, 8), (7, 5, 8), (8, 13, 8), (21, 4, 8), (16, 3, 4), (5, 9, 1)])

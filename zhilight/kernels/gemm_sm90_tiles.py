@@ -56,6 +56,8 @@ class Tile:
 COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 """Widths of tiles. Each one that a weight takes is compiled; see tiles_of."""
 FEW_ROWS = 2 * ROWS
+MANY_ROWS = (512, 1024, 2048, 4096, 8192)
+"""Rows that a weight's tiles are chosen for; engine/warmup.py compiles these."""
 
 MEASURED = {
     (ROWS, 4096, 4096): Tile(80, share_x=2, split=2),
@@ -65,8 +67,9 @@ MEASURED = {
     (ROWS, 3584, 18944): Tile(80, share_x=2, split=2),
     (FEW_ROWS, 6144, 4096): Tile(112, share_weight=2, share_x=4),
     (FEW_ROWS, 4608, 3584): Tile(80, share_weight=2, share_x=2),
+    (512, 37888, 3584): Tile(192),
 }
-"""(M at most, N, K): the fastest of a dozen tiles measured on an H200 with 132 multiprocessors, where the model misses it."""
+"""(M, N, K): the fastest of a dozen tiles measured on an H200 with 132 multiprocessors, where the model misses it."""
 
 
 def candidates(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = False) -> list[Tile]:
@@ -113,21 +116,31 @@ def predicted(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float
 
 @lru_cache(maxsize=1 << 16)
 def choose_tile(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = False) -> Tile:
-    """The tile for y[m, n] = x[m, k] @ weight[n, k]^T; with silu_mul each block must own whole groups of 8 outputs."""
-    if multiprocessors == 132 and m <= FEW_ROWS and not silu_mul:
-        known = MEASURED.get((ROWS if m <= ROWS else FEW_ROWS, n, k))
-        if known is not None:
-            return known
+    """The tile for y[m, n] = x[m, k] @ weight[n, k]^T; with silu_mul each block must own whole groups of 8 outputs.
+
+    A step may have any number of rows, and a tile it has not met is seconds of compiling. So up to 128 and up to 256 rows there
+    is one tile each, and above them a weight has the few that are best at powers of two, up to 2048 or beyond.
+    """
+    if m > FEW_ROWS:
+        among = {_best(size, n, k, multiprocessors, silu_mul) for size in MANY_ROWS if size <= 2048 or m > 2048}
+        return min(sorted(among, key=lambda tile: -tile.columns), key=lambda tile: predicted(tile, m, n, k, multiprocessors))
+    return _best(ROWS if m <= ROWS else FEW_ROWS, n, k, multiprocessors, silu_mul)
+
+
+@lru_cache(maxsize=1 << 12)
+def _best(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool) -> Tile:
+    known = MEASURED.get((m, n, k))
+    if known and multiprocessors == 132 and known.columns % (16 * known.split if silu_mul else 8) == 0:
+        return known
 
     def rank(tile: Tile) -> float:
+        # 256 columns unless others gain more than the model can tell: one kernel less to compile
         narrow = m > FEW_ROWS and tile.columns < 256
-        # below what the model can tell, 256 columns it is: one kernel more that need not be compiled
         return predicted(tile, m, n, k, multiprocessors) * (1.015 if narrow else 1.0)
 
     return min(candidates(m, n, k, multiprocessors, silu_mul), key=rank)
 
 
-def tiles_of(n: int, k: int, multiprocessors: int, silu_mul: bool = False, max_rows: int = 16384) -> set[Tile]:
+def tiles_of(n: int, k: int, multiprocessors: int, silu_mul: bool = False) -> set[Tile]:
     """Every tile that choose_tile gives for a weight: what to compile before serving it."""
-    counts = {1, ROWS, ROWS + 1, FEW_ROWS, *range(FEW_ROWS + 1, max_rows + ROWS, ROWS)}
-    return {choose_tile(m, n, k, multiprocessors, silu_mul) for m in counts}
+    return {choose_tile(m, n, k, multiprocessors, silu_mul) for m in (ROWS, FEW_ROWS, *MANY_ROWS)}
