@@ -177,6 +177,10 @@ async def test_embedding(engine):
     assert (one == two).all()
     with pytest.raises(RequestError):
         await engine.embed([])
+    length = engine.max_model_len
+    assert (await engine.embed([5] * length)).shape == (48,)
+    with pytest.raises(RequestError, match=f"{length + 1} tokens"):
+        await engine.embed([5] * (length + 1))
 
 
 async def test_death_is_noticed_at_once(engine):

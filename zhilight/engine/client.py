@@ -22,7 +22,7 @@ from zhilight.engine.collector import CollectedRequest, Collector
 from zhilight.engine.messages import Abort, Embed, EngineStats, Failed, FromEngine, Ready, Shutdown, Start, StepOutput
 from zhilight.engine.outputs import RequestOutput
 from zhilight.engine.process import EngineProcess, encode_other
-from zhilight.engine.request import validate_prompt
+from zhilight.engine.request import validate_embedding, validate_prompt
 from zhilight.errors import EngineBusy, EngineDead, RequestError, ZhiLightError
 
 if TYPE_CHECKING:
@@ -150,8 +150,7 @@ class AsyncEngine:
         Raises as `generate` does, and RuntimeError when the computation fails. Cancelling the task aborts it.
         """
         self._check_accepting()
-        params = SamplingParams(max_tokens=1)
-        array = validate_prompt(prompt_token_ids, params, self.config, self.model_config)
+        array = validate_embedding(prompt_token_ids, self.config, self.model_config)
         self._check_room(1)
         handle = self._collector.next_handle()
         future = self._embeds[handle] = asyncio.get_running_loop().create_future()

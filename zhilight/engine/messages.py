@@ -33,7 +33,6 @@ class Embed(msgspec.Struct, tag=True, array_like=True):
 
     handle: int
     prompt: bytes
-    cache_salt: str | None = None
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):

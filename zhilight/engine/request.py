@@ -67,15 +67,7 @@ def validate_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, con
     config: a started engine's, where max_model_len and num_kv_blocks are filled in.
     """
     vocab_size, max_model_len = model_config.vocab_size, config.max_model_len
-    try:
-        prompt = np.asarray(prompt_token_ids)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise RequestError(f"The prompt is not a list of token ids: {error}.", param="prompt") from None
-    if not prompt.size:
-        raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
-    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-        raise RequestError("The prompt is not a flat list of token ids, which are integers.", param="prompt")
-    _check_ids(prompt, vocab_size, "prompt")
+    prompt = _token_array(prompt_token_ids, vocab_size)
     if len(prompt) >= max_model_len:
         raise RequestError(
             f"The prompt has {len(prompt)} tokens; the longest context is {max_model_len} and leaves no room for an output "
@@ -93,6 +85,28 @@ def validate_prompt(prompt_token_ids: Sequence[int], params: SamplingParams, con
         ids = getattr(params, name)
         if ids:
             _check_ids(np.asarray(list(ids), np.int64), vocab_size, name)
+    return prompt
+
+
+def validate_embedding(prompt_token_ids: Sequence[int], config: EngineConfig, model_config: ModelConfig) -> np.ndarray:
+    """The input of an embedding as [n] int32; it may fill the whole context. Raises RequestError, with the numbers."""
+    prompt = _token_array(prompt_token_ids, model_config.vocab_size)
+    if len(prompt) > config.max_model_len:
+        raise RequestError(f"The input has {len(prompt)} tokens; the longest context is {config.max_model_len}. Shorten it"
+                           f"{_way_to_longer_contexts(config, model_config)}.", param="input")
+    return prompt
+
+
+def _token_array(prompt_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    try:
+        prompt = np.asarray(prompt_token_ids)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise RequestError(f"The prompt is not a list of token ids: {error}.", param="prompt") from None
+    if not prompt.size:
+        raise RequestError("The prompt is empty; it must have at least one token.", param="prompt")
+    if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+        raise RequestError("The prompt is not a flat list of token ids, which are integers.", param="prompt")
+    _check_ids(prompt, vocab_size, "prompt")
     return prompt.astype(np.int32)
 
 

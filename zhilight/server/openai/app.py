@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
@@ -73,8 +72,3 @@ def make_app(serving: Serving) -> web.Application:
             add(prefix + route.path, route.handler)
     app.on_response_prepare.append(add_headers)
     return app
-
-
-def route_table() -> list[dict[str, Any]]:
-    """Method, path and summary of each route, for the documentation."""
-    return [{"method": route.method, "path": route.path, "summary": route.summary} for route in ROUTES]
