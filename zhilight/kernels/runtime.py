@@ -14,7 +14,8 @@ from zhilight.driver.compiler import Capability
 from zhilight.driver.dtype import DType
 from zhilight.errors import OutOfMemory, ShapeError
 
-MAX_TENSOR_MAPS = 1 << 14
+MAX_TENSOR_MAPS = 1 << 16
+"""More than the operations of one engine can ask for: its workspace has few different addresses (ops/cuda.py)."""
 TENSOR_MAP_BYTES = 128
 COUNTERS = 1 << 16
 ZEROS_BYTES = 8 << 20
