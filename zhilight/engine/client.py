@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE = 5.0
+"""Seconds that the engine process gets to end by itself."""
+_PATIENCE_AT_START = 0.5
+
 
 class _Stream:
     """A request and the event that wakes its consumer."""
@@ -197,7 +201,8 @@ class AsyncEngine:
             return
         self._closing = True
         self._send_if_alive(Shutdown())
-        await asyncio.to_thread(self._process.end)
+        # an engine that still loads reads no messages: it need not be waited for
+        await asyncio.to_thread(self._process.end, _PATIENCE if self._receiver is not None else _PATIENCE_AT_START)
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.wait({self._receiver})  # raises nothing: `_on_receiver_end` has said what there is to say

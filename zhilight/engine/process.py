@@ -82,12 +82,12 @@ class EngineProcess:
         return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
 
     def end(self, patience: float = 5.0) -> None:
-        """Wait `patience` seconds for the child to end by itself, then kill it. Removes the folder."""
+        """Wait `patience` seconds for the child to end by itself, then kill it and what it has started. Removes the folder."""
         if self._child is not None:
             try:
                 self._child.wait(patience)
             except subprocess.TimeoutExpired:
-                self._child.kill()
+                os.killpg(self._child.pid, signal.SIGKILL)  # with the processes that compile kernels for it
                 self._child.wait()
             self._child.stdin.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -212,6 +212,8 @@ def _end_with_parent(folder: str) -> None:
     while os.read(0, 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # the processes that compile kernels would wait for this one for ever
     os._exit(1)
 
 
