@@ -144,8 +144,6 @@ atomic_add_u32 = ptx("atom.global.gpu.add.u32 $0, [$1], $2;", u32, u64, u32)
 atomic_add_acq_rel_u32 = ptx("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, u64, u32)
 atomic_inc_acq_rel_u32 = ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", u32, u64, u32)
 """Counts to $2 and wraps to 0, so that a counter is ready for the next launch without a memset."""
-prefetch_l2 = ptx("prefetch.global.L2 [$0];", void, u64)
-"""Ask a line (128 bytes) into L2; waits for nothing."""
 reduce_add_f32 = ptx("red.global.gpu.add.f32 [$0], $1;", void, u64, f32)
 reduce_add_u32 = ptx("red.global.gpu.add.u32 [$0], $1;", void, u64, u32)
 reduce_add_u64 = ptx("red.global.gpu.add.u64 [$0], $1;", void, u64, u64)
@@ -218,11 +216,6 @@ def set_max_registers(count: int, increase: bool):
 cp_async_16 = ptx("cp.async.cg.shared.global [$0], [$1], 16;", void, u32, u64)
 cp_async_16_zfill = ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", void, u32, u64, u32)
 """Copies $2 bytes (0 or 16) and fills the rest with zeros."""
-cp_async_16_zfill_256 = ptx("cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;", void, u32, u64, u32)
-"""The same; L2 fetches the 256 bytes around it."""
-evict_first_policy = ptx("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", u64, memory=False)
-cp_async_16_zfill_policy = ptx("cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, $2, $3;", void, u32, u64, u32, u64)
-"""The same under a cache policy, such as evict_first_policy(): what is read once leaves L2 before the rest."""
 cp_async_commit = ptx("cp.async.commit_group;", void)
 
 
@@ -257,8 +250,6 @@ cluster_rank = ptx("mov.u32 $0, %cluster_ctarank;", u32, memory=False)
 _LOAD = "cp.async.bulk.tensor.{n}d.shared::cluster.global.mbarrier::complete_tx::bytes"
 bulk_load_2d = ptx(_LOAD.format(n=2) + " [$0], [$1, {$3, $4}], [$2];", void, u32, u64, u32, i32, i32)
 """(shared address, tensor map, mbarrier, x, y): x is the innermost coordinate, in elements."""
-bulk_prefetch_2d = ptx("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [$0, {$1, $2}];", void, u64, i32, i32)
-"""Ask a tile into L2; waits for nothing."""
 bulk_load_3d = ptx(_LOAD.format(n=3) + " [$0], [$1, {$3, $4, $5}], [$2];", void, u32, u64, u32, i32, i32, i32)
 bulk_load_4d = ptx(_LOAD.format(n=4) + " [$0], [$1, {$3, $4, $5, $6}], [$2];", void, u32, u64, u32, i32, i32, i32, i32)
 bulk_load_5d = ptx(_LOAD.format(n=5) + " [$0], [$1, {$3, $4, $5, $6, $7}], [$2];",
