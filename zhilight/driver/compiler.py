@@ -134,11 +134,11 @@ class Kernel:
             return capability == self.min_capability
         return capability[:2] >= self.min_capability[:2]
 
-    def cubin(self, capability: Capability) -> Cubin:
-        """The compiled program, from the disk cache or compiled now (1 to 10 s). Needs no GPU."""
+    def cubin(self, capability: Capability, lowered: Any = None) -> Cubin:
+        """The compiled program, from the disk cache or compiled now (1 to 10 s). Needs no GPU. `lowered`: see `lower`."""
         cached = _read_cache(self, capability)
         if cached is None:
-            cached = compile_kernel(self, capability)
+            cached = compile_kernel(self, capability, lowered)
             _write_cache(self, capability, cached)
         return cached
 
@@ -240,15 +240,14 @@ def parse_capability(text: str) -> Capability:
     return int(match[1]), int(match[2]), match[3]
 
 
-def compile_kernel(kernel: Kernel, capability: Capability) -> Cubin:
-    """Compile without any cache. Raises KernelCompileError with the compiler's own words."""
-    import time
+def lower(kernel: Kernel, capability: Capability) -> Any:
+    """Numba's part of compilation, three quarters of the time: a code library with the LLVM IR.
 
+    The IR is the same whichever capability is named, so the library of one serves `compile_kernel` for all of them.
+    """
     from numba.cuda import dispatcher, types
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-    start = time.perf_counter()
-    arch = architecture(capability)
     # numba-cuda asks the current device for its capability whenever a kernel calls a device function; the answer is
     # the capability that is compiled for, so that no GPU is needed.
     asked, dispatcher.get_current_device = dispatcher.get_current_device, lambda: _Target(capability[:2])
@@ -257,10 +256,19 @@ def compile_kernel(kernel: Kernel, capability: Capability) -> Cubin:
         library, _ = _compile_pyfunc_with_fixup(
             kernel.function, signature, device=False, fastmath=kernel.fastmath, opt=True, abi="numba",
             cc=capability if capability[2] else capability[:2], launch_bounds=(kernel.threads, kernel.min_blocks))
-        ltoir = library.get_ltoir(cc=capability if capability[2] else capability[:2])
+        return library
     finally:
         dispatcher.get_current_device = asked
 
+
+def compile_kernel(kernel: Kernel, capability: Capability, lowered: Any = None) -> Cubin:
+    """Compile without any cache. Raises KernelCompileError with the compiler's own words."""
+    import time
+
+    start = time.perf_counter()
+    arch = architecture(capability)
+    library = lowered or lower(kernel, capability)
+    ltoir = library.get_ltoir(cc=capability if capability[2] else capability[:2])
     for _ in range(3):  # with several processes linking at once the log sometimes comes back empty: link again
         code, log = _link(kernel, arch, ltoir)
         if log:
@@ -315,18 +323,7 @@ def _resources(kernel: Kernel, log: str, seconds: float) -> Resources:
 
 def ptx_of(kernel: Kernel, capability: Capability) -> str:
     """The PTX of a kernel, for reading; it is not what runs."""
-    from numba.cuda import dispatcher, types
-    from numba.cuda.compiler import _compile_pyfunc_with_fixup
-
-    asked, dispatcher.get_current_device = dispatcher.get_current_device, lambda: _Target(capability[:2])
-    try:
-        signature = types.void(*[numba_type(annotation) for _, annotation in kernel.parameters])
-        cc = capability if capability[2] else capability[:2]
-        library, _ = _compile_pyfunc_with_fixup(kernel.function, signature, device=False, fastmath=kernel.fastmath, opt=True,
-                                                abi="numba", cc=cc, launch_bounds=(kernel.threads, kernel.min_blocks))
-        return library.get_asm_str(cc=cc)
-    finally:
-        dispatcher.get_current_device = asked
+    return lower(kernel, capability).get_asm_str(cc=capability if capability[2] else capability[:2])
 
 
 # ---- the disk cache -------------------------------------------------------------------------------------------------
@@ -410,7 +407,13 @@ class CompileResult:
 
 def compile_all(kernels: Sequence[Kernel], capability: Capability, jobs: int | None = None,
                 progress: bool = True) -> list[CompileResult]:
-    """Bring each kernel into the disk cache, several at once in processes of their own. Order is kept.
+    """Bring each kernel into the disk cache for one capability. Order is kept. Otherwise as `compile_each`."""
+    return [result for (result,) in compile_each([(item, [capability]) for item in kernels], jobs, progress)]
+
+
+def compile_each(wanted: Sequence[tuple[Kernel, Sequence[Capability]]], jobs: int | None = None,
+                 progress: bool = True) -> list[list[CompileResult]]:
+    """Bring each kernel into the disk cache for each of its capabilities, several at once in processes of their own.
 
     Shows a progress bar on standard error when `progress` and it is a terminal.
     """
@@ -419,35 +422,42 @@ def compile_all(kernels: Sequence[Kernel], capability: Capability, jobs: int | N
 
     from tqdm import tqdm
 
-    results: list[CompileResult | None] = [None] * len(kernels)
+    results: list[list[CompileResult]] = []
     missing = []
-    for index, item in enumerate(kernels):
-        cached = _read_cache(item, capability)
-        if cached is None:
+    for index, (item, capabilities) in enumerate(wanted):
+        cached = [_read_cache(item, capability) for capability in capabilities]
+        if None in cached:
             missing.append(index)
-        else:
-            results[index] = CompileResult(item.name, item.threads, _with_dynamic(item, cached.resources), None, True)
+        results.append([CompileResult(item.name, item.threads, _with_dynamic(item, each.resources), None, True)
+                        for each in cached if each is not None])
     jobs = min(jobs or os.cpu_count() or 1, max(1, len(missing)))
     if missing:
         from concurrent.futures import as_completed
 
         # spawn: a fork would copy a live CUDA context and numba's locks
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            running = {pool.submit(_compile_in_worker, kernels[i].call, capability): i for i in missing}
+            running = {pool.submit(_compile_in_worker, wanted[i][0].call, tuple(wanted[i][1])): i for i in missing}
             bar = tqdm(as_completed(running), total=len(running), unit="kernel", disable=None if progress else True,
-                       desc=f"Compiling kernels for {architecture(capability)}")
+                       desc=f"Compiling kernels for {' '.join(sorted({architecture(c) for _, each in wanted for c in each}))}")
             for future in bar:
                 results[running[future]] = future.result()
     return results
 
 
-def _compile_in_worker(call: FactoryCall, capability: Capability) -> CompileResult:
+def _compile_in_worker(call: FactoryCall, capabilities: Sequence[Capability]) -> list[CompileResult]:
     item = call.make()
-    try:
-        cubin = item.cubin(capability)
-    except Exception as error:  # the report names every kernel that fails, whatever the compiler raised
-        return CompileResult(item.name, item.threads, None, f"{type(error).__name__}: {error}", False)
-    return CompileResult(item.name, item.threads, _with_dynamic(item, cubin.resources), None, False)
+    results, lowered = [], None
+    for capability in capabilities:
+        cached = item.is_cached(capability)
+        try:
+            if not cached and lowered is None:
+                lowered = lower(item, capability)
+            resources = _with_dynamic(item, item.cubin(capability, lowered).resources)
+        except Exception as error:  # the report names every kernel that fails, whatever the compiler raised
+            results.append(CompileResult(item.name, item.threads, None, f"{type(error).__name__}: {error}", False))
+        else:
+            results.append(CompileResult(item.name, item.threads, resources, None, cached))
+    return results
 
 
 def _with_dynamic(item: Kernel, resources: Resources) -> Resources:
