@@ -291,6 +291,7 @@ async def test_truncation_keeps_the_end(running: Running, hello: Body) -> None:
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"priority": 3}, "priority"), ({"priority": 2**70}, "priority"),
+    ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

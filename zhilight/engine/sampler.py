@@ -30,8 +30,10 @@ class _Special:
     quiet_until: int = 0
     """Length below which no stop token may come (min_tokens)."""
     stops: tuple[int, ...] = ()
-    phrases: tuple[tuple[int, ...], ...] = ()
-    """Bad words of several tokens."""
+    phrases: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """Bad words of several tokens: all but the last token -> the tokens that would complete one."""
+    phrase_lengths: tuple[int, ...] = ()
+    """Of the keys of `phrases`."""
     mask: np.ndarray | None = None
     """[ceil(V / 32)] uint32 of allowed_token_ids."""
     request: Request | None = None
@@ -128,13 +130,17 @@ class Sampler:
         stops = tuple({*self._eos, *params.stop_token_ids}) if params.min_tokens else ()
         bias = dict(params.logit_bias or {})
         bias.update({ids[0]: float(FORBIDDEN) for ids in request.bad_words if len(ids) == 1})
-        phrases = tuple(tuple(ids) for ids in request.bad_words if len(ids) > 1)
+        phrases: dict[tuple[int, ...], list[int]] = {}
+        for ids in request.bad_words:
+            if len(ids) > 1:
+                phrases.setdefault(tuple(ids[:-1]), []).append(ids[-1])
         mask = None
         if params.allowed_token_ids is not None:
             mask = pack_bits(np.asarray(params.allowed_token_ids), self._vocab_size)
         if not (stops or bias or phrases or mask is not None or request.grammar is not None):
             return None
-        return _Special(bias, request.prompt_len + params.min_tokens if stops else 0, stops, phrases, mask,
+        return _Special(bias, request.prompt_len + params.min_tokens if stops else 0, stops, phrases,
+                        tuple({len(beginning) for beginning in phrases}), mask,
                         request if request.grammar is not None else None)
 
     def _load_penalties(self, request: Request) -> None:
@@ -206,7 +212,7 @@ class Sampler:
                 else:
                     settings.quiet_until = 0
             if settings.phrases and self._alive(plan, row):
-                bias = bias | dict.fromkeys(self._phrase_ends(slot, settings.phrases), float(FORBIDDEN))
+                bias = bias | dict.fromkeys(self._phrase_ends(slot, settings), float(FORBIDDEN))
             rows.extend([row] * len(bias))
             ids.extend(bias)
             amounts.extend(bias.values())
@@ -216,12 +222,14 @@ class Sampler:
                 "bias_ids": self._put("bias_ids", np.array(ids, np.int32)),
                 "bias_values": self._put("bias_values", np.array(amounts, np.float32))}
 
-    def _phrase_ends(self, slot: int, phrases: tuple[tuple[int, ...], ...]) -> list[int]:
+    def _phrase_ends(self, slot: int, settings: _Special) -> list[int]:
         """Tokens that would complete one of the phrases after the output so far."""
-        prompt_len = self._table.requests[slot].prompt_len
-        output = self._table.sequence(slot)[prompt_len:]
-        return [phrase[-1] for phrase in phrases
-                if len(output) >= len(phrase) - 1 and tuple(output[-(len(phrase) - 1) :].tolist()) == phrase[:-1]]
+        output = self._table.sequence(slot)[self._table.requests[slot].prompt_len :]
+        ends: list[int] = []
+        for length in settings.phrase_lengths:
+            if len(output) >= length:
+                ends += settings.phrases.get(tuple(output[-length:].tolist()), ())
+        return ends
 
     def _masks(self, special: list[tuple[int, int]], plan: StepPlan) -> dict:
         masks = [(row, self._special[slot]) for row, slot in special

@@ -13,6 +13,8 @@ from zhilight.server.openai.serving import Serving
 MAX_STOP_STRINGS = 128
 MAX_STOP_LENGTH = 4096
 MAX_BAD_WORDS = 1024
+MAX_LOGIT_BIAS = 4096
+"""Every step of the whole batch carries them along."""
 MAX_PRIORITY = 2**31 - 1
 
 
@@ -116,6 +118,9 @@ def check_stop(stop: str | list[str] | None) -> tuple[str, ...]:
 def make_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     if not bias:
         return None
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise bad_request(f"logit_bias has {len(bias)} entries; the limit is {MAX_LOGIT_BIAS}. To allow only some tokens, use "
+                          "allowed_token_ids.", "logit_bias")
     result = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 12):
