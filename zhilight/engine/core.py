@@ -113,8 +113,9 @@ class EngineCore:
         plan = None
         try:
             mark = time.monotonic()
-            plan = self._schedule()
-            scheduled = time.monotonic() - mark
+            plan, waited = self._schedule()
+            scheduled = time.monotonic() - mark - waited
+            device += waited
             previous = self._flight
             if plan is None:
                 if previous is not None:
@@ -125,7 +126,7 @@ class EngineCore:
                 if not late:
                     self.runner.complete(flight)
                 if self.runner.ops.name == "cpu":
-                    device += time.monotonic() - mark - scheduled
+                    device += time.monotonic() - mark - scheduled - waited
                 if previous is not None:
                     device += self._read()
                 if late:
@@ -146,12 +147,13 @@ class EngineCore:
         stats.host_seconds += max(0.0, time.monotonic() - begin - scheduled - device)
         return out
 
-    def _schedule(self) -> StepPlan | None:
+    def _schedule(self) -> tuple[StepPlan | None, float]:
+        """The next step, and the seconds that it had to wait for the step in flight."""
         try:
-            return self.scheduler.schedule(in_flight=self._flight is not None)
+            return self.scheduler.schedule(in_flight=self._flight is not None), 0.0
         except MustWait:
-            self._read()
-            return self.scheduler.schedule()
+            waited = self._read()
+            return self.scheduler.schedule(), waited
 
     def _read(self) -> float:
         """Take in the results of the step in flight; returns the seconds it had to wait for them."""

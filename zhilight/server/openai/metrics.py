@@ -29,6 +29,11 @@ _ENGINE_COUNTERS = {
     "prefix_hit_tokens": ("zhilight:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "preemptions": ("zhilight:num_preemptions", "Times a running sequence was preempted."),
     "aborts": ("zhilight:num_aborts", "Requests aborted before their end."),
+    "steps": ("zhilight:engine_steps", "Steps of the engine."),
+    "schedule_seconds": ("zhilight:engine_schedule_seconds", "Seconds of choosing steps and building their arrays."),
+    "host_seconds": ("zhilight:engine_host_seconds", "Seconds of the engine's other work on the host."),
+    "device_seconds": ("zhilight:engine_device_seconds", "Seconds of waiting for the device (on a CPU: of computing)."),
+    "kv_faults": ("zhilight:kv_faults", "Times that the KV blocks' bookkeeping was found wrong and rebuilt."),
 }
 
 
