@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import re
 
 import pytest
 from numba.cuda import types
 
 from zhilight.driver import kernels_cli
-from zhilight.driver.compiler import CompileResult, Pointer, Resources, kernel, kernel_factory
+from zhilight.driver.compiler import CompileResult, Pointer, Resources, compile_each, kernel, kernel_factory, lower, ptx_of
 from zhilight.driver.dtype import int32
 from zhilight.errors import ConfigError
 from zhilight.kernels import catalogue as catalogue_module
@@ -57,6 +58,20 @@ def test_compile_then_report_from_the_cache(run, tmp_path):
         assert row["registers"] > 0 and row["stack"] == 0 and row["threads"] == 64
     code, text = run("report", "--capability", "8.0")
     assert text.splitlines()[0].split() == ["kernel", *kernels_cli.COLUMNS] and "fill[value=2]" in text
+
+
+def test_several_capabilities_share_one_pass_of_numba(run, tmp_path):
+    """The IR of one capability serves the others: the PTX made from it is what its own pass gives."""
+    ampere, hopper = (8, 0, ""), (9, 0, "a")
+    shared = lower(fill_kernel(1), ampere).get_asm_str(cc=hopper)
+    entry = re.compile(r"_ZN\w+")
+    assert entry.sub("entry", shared) == entry.sub("entry", ptx_of(fill_kernel(1), hopper))
+    assert ".target sm_90a" in shared
+    (results,) = compile_each([(fill_kernel(1), [ampere, hopper])], jobs=1, progress=False)
+    assert [result.cached for result in results] == [False, False]
+    assert {path.parent.name for path in tmp_path.rglob("*.cubin")} == {"sm_80", "sm_90a"}
+    (again,) = compile_each([(fill_kernel(1), [hopper, ampere])], jobs=1, progress=False)
+    assert [(result.cached, result.resources) for result in again] == [(True, result.resources) for result in results[::-1]]
 
 
 def test_wrong_arguments_name_the_way_out(run, monkeypatch):
