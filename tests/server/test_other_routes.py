@@ -77,7 +77,8 @@ async def test_metrics(start: Start) -> None:
         "zhilight:e2e_request_latency_seconds_count": 1, "zhilight:request_generation_tokens_sum": 4,
         "zhilight:request_prompt_tokens_sum": 3, "zhilight:prompt_tokens_total": 11, "zhilight:kv_cache_usage_perc": 0.25,
         "zhilight:engine_steps_total": 7,
-        "zhilight:engine_device_seconds_total": 1.5, "zhilight:request_success_total": 1, "zhilight:http_requests_total": 2, "zhilight:num_requests_running": 0,
+        "zhilight:engine_device_seconds_total": 1.5, "zhilight:request_success_total": 1, "zhilight:http_requests_total": 2,
+        "zhilight:num_requests_running": 0,
     }.items():
         value = await running.metric(name)
         if name == "zhilight:http_requests_total":

@@ -115,6 +115,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most probable token is taken each time."""
         return self.temperature == 0
 
     @property

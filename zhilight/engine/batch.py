@@ -60,6 +60,7 @@ class StepPlan:
 
     @property
     def num_samples(self) -> int:
+        """R, the tokens that the step samples."""
         return len(self.sample_slots)
 
 
@@ -119,6 +120,7 @@ class SlotTable:
         return blocks
 
     def append_block(self, slot: int, block: int) -> None:
+        """Give the sequence in `slot` one more block to grow into."""
         count = self.num_blocks[slot]
         self.blocks[slot, count] = block
         self.num_blocks[slot] = count + 1

@@ -81,6 +81,7 @@ class EngineCore:
             future.add_done_callback(lambda _: self.on_compiled())
 
     def embed(self, message: Embed) -> None:
+        """Queue the embedding of an input that has been validated."""
         self._embeds.append((message, self._stats.steps))
 
     def abort(self, message: Abort) -> None:

@@ -78,10 +78,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Sequences that hold a slot: in prefill, or decoding."""
         return len(self._prefilling) + len(self._decoding)
 
     @property
     def has_work(self) -> bool:
+        """Whether anyone waits or runs."""
         return bool(self.waiting or self._prefilling or self._decoding)
 
     def add(self, request: Request) -> None:
@@ -107,6 +109,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
 
     def running_requests(self) -> list[Request]:
+        """Who holds a slot, in the order of the slots."""
         return [request for request in self.table.requests if request is not None]
 
     def block_tables(self) -> list[list[int]]:

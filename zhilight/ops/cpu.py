@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class CpuOps(Ops):
     def empty(self, shape: tuple[int, ...], dtype: DType | None = None) -> np.ndarray:
         return self._workspace.take(shape, (dtype or self.dtype).numpy)
 
-    def scope(self):
+    def scope(self) -> AbstractContextManager[None]:
         return self._workspace.scope()
 
     def kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int,
