@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -42,3 +44,22 @@ def test_log_probabilities(model, item):
 def test_greedy_tokens(model, item):
     expected = item["greedy_ids"]
     assert greedy(model.ops, model, item["prompt_ids"], len(expected), model.config.eos_token_ids) == expected
+
+
+FIRST_TOKEN = """
+import sys, time
+from zhilight import LLM, SamplingParams
+(output,) = LLM("demo", device="cpu").stream("Once upon a time", SamplingParams(temperature=0, max_tokens=1))
+heavy = {"numba", "transformers", "torch", "huggingface_hub", "cuda.bindings.driver"} & set(sys.modules)
+print(output.outputs[0].token_ids, time.process_time(), *heavy)
+"""
+
+
+def test_first_token_comes_soon(demo_source):
+    """5 s from the start of the process, on CPU seconds so that a busy machine does not fail it; measured 2.3 to 3.2."""
+    run = subprocess.run([sys.executable, "-c", FIRST_TOKEN], check=True, capture_output=True, text=True)
+    tokens, seconds, *heavy = run.stdout.split()
+    item = next(item for item in ITEMS if item["prompt"] == "Once upon a time")
+    assert tokens == f"[{item['greedy_ids'][0]}]"
+    assert not heavy
+    assert float(seconds) < 5
