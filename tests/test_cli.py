@@ -128,6 +128,11 @@ def test_every_command_shows_its_help(name: str, capsys: pytest.CaptureFixture[s
     assert f"zhilight {name}" in capsys.readouterr().out
 
 
+def test_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "zhilight", "--version"], check=True, capture_output=True, text=True)
+    assert done.stdout == f"zhilight {__version__}\n"
+
+
 def test_help_is_quick_and_light() -> None:
     """`zhilight --help` must not import what only an engine needs."""
     script = ("import sys; from zhilight import cli; cli.main(['--help']); "

@@ -15,7 +15,7 @@ PACKAGE = Path(zhilight.__file__).parent
 HEAVY = ("numba", "transformers", "torch", "llvmlite", "cuda.bindings", "cuda.core", "gguf", "aiohttp")
 
 FLOORS = ("errors", "version", "config", "driver", "kernels", "comm", "ops", "layers", "models", "weights", "tokenization",
-          "engine", "server", "commands", "cli")
+          "engine", "server", "commands", "cli", "__main__")
 """Ground first. The loader (weights) builds the models that it fills."""
 UPWARD = {("zhilight/driver/kernels_cli.py", "kernels")}
 """A command that stands beside the compiler it drives; it imports the kernels when it runs."""
