@@ -84,8 +84,6 @@ async def test_sdk_stream_helper(running: Running) -> None:
 
 
 async def test_sdk_parse_with_pydantic(start: Start) -> None:
-    pytest.importorskip("zhilight.engine.structured")
-
     class City(pydantic.BaseModel):
         name: str
         people: int

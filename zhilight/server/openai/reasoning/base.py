@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-SPACE = " \t\n\r"
+from zhilight.server.openai.markers import SPACE, overlap
 
 
 class ReasoningParser:
@@ -75,9 +75,7 @@ class ReasoningParser:
 
     def _certain(self, thought: str) -> tuple[str, str]:
         """Splits off what may belong to the close marker, or is white space before it."""
-        marker = self.close_marker
-        open_end = next((n for n in range(min(len(marker) - 1, len(thought)), 0, -1) if thought.endswith(marker[:n])), 0)
-        certain = thought[:len(thought) - open_end].rstrip(SPACE)
+        certain = thought[:len(thought) - overlap(thought, self.close_marker)].rstrip(SPACE)
         return certain, thought[len(certain):]
 
     def _trimmed(self, text: str) -> str:

@@ -19,9 +19,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from zhilight.server.openai.markers import SPACE, overlap
 from zhilight.server.openai.tools.json_scanner import JSONScanner
 
-SPACE = " \t\n\r"
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which an object holds a call's arguments."""
 NAME = re.compile(r"[\w.:/-]{1,256}")
@@ -191,7 +191,7 @@ class ToolParser:
                 self.open_block()
                 self._take(len(marker))
                 return marker
-            open_end = 0 if self._ended else max(_overlap(text, marker) for marker in markers)
+            open_end = 0 if self._ended else max(overlap(text, marker) for marker in markers)
             self.say(text[:len(text) - open_end])
             self._at = len(self._text) - open_end
             if self._ended:
@@ -339,8 +339,3 @@ def _read_call(text: str, name: str | None, arguments: slice, lenient: bool) -> 
     elif held is None:
         written, held = "{}", {}
     return ToolCall(name, written, call_id if isinstance(call_id, str) else "") if isinstance(held, dict) else None
-
-
-def _overlap(text: str, marker: str) -> int:
-    """How many characters at the end of `text` begin `marker`."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
