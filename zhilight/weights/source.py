@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from zhilight.driver.compiler import cache_folder as kernel_folder
 from zhilight.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
 
 def cache_folder() -> Path:
     """ZhiLight's cache folder: $XDG_CACHE_HOME/zhilight, by default ~/.cache/zhilight. It may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zhilight"
+    return kernel_folder().parent
 
 
 def demo_model() -> Path:
