@@ -87,7 +87,8 @@ class EngineProcess:
             try:
                 self._child.wait(patience)
             except subprocess.TimeoutExpired:
-                os.killpg(self._child.pid, signal.SIGKILL)  # with the processes that compile kernels for it
+                with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                    os.killpg(self._child.pid, signal.SIGKILL)  # with the processes that compile kernels for it
                 self._child.wait()
             self._child.stdin.close()
         shutil.rmtree(self.folder, ignore_errors=True)
