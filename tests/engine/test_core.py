@@ -359,6 +359,15 @@ def test_a_grammar_that_does_not_compile_is_refused_and_a_slow_one_can_be_aborte
     assert not core.has_work
 
 
+def test_a_compiler_that_fails_for_its_own_reasons_blames_no_field(caplog):
+    core = make_core(compile_grammar=lambda _: {}["no"])
+    add(core, 1, PROMPT, structured("x"))
+    with caplog.at_level(logging.CRITICAL):
+        core.wait_for_grammars()
+        finished = run(core).finished[1]
+    assert (finished.reason, finished.error, finished.param) == ("error", "KeyError: 'no'", None)
+
+
 def test_an_embedding_is_the_last_hidden_state_and_takes_chunks():
     core = make_core(budget=16)
     prompt = (np.arange(50) % 30 + 4).tolist()

@@ -242,10 +242,12 @@ class EngineCore:
                 request.grammar = future.result()
                 self._structured[handle] = request
                 self.scheduler.add(request)
-            else:
+            elif isinstance(error, ZhiLightError):
                 param = getattr(error, "param", None) or "structured"
-                reason = "refused" if isinstance(error, ZhiLightError) else "error"
-                self._finish(request, Finished(handle, reason, error=str(error), param=param))
+                self._finish(request, Finished(handle, "refused", error=str(error), param=param))
+            else:
+                logger.error("The grammar of request %d could not be compiled", handle, exc_info=error)
+                self._finish(request, Finished(handle, "error", error=f"{type(error).__name__}: {error}"))
 
     def _end_stuck_grammars(self) -> None:
         faults, self.runner.sampler.faults = self.runner.sampler.faults, []
