@@ -22,7 +22,7 @@ from cuda.bindings import driver as bindings
 from tests.engine.tiny_llama import MAX_LEN, write_tiny_llama
 from zhilight import LLM, SamplingParams, cli
 from zhilight.driver import device
-from zhilight.errors import DeviceError, OutOfMemory, RequestError
+from zhilight.errors import ConfigError, DeviceError, OutOfMemory, RequestError
 
 CPU = ["--device", "cpu", "--cpu-kv-cache-gb", "0.01"]
 
@@ -111,6 +111,13 @@ def test_no_tokenizer(fails, variant):
 def test_the_demo_model_without_a_place_to_keep_it(fails, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no")
     fails(["generate", "demo", "--prompt", "x", *CPU], "/proc/no/zhilight", "XDG_CACHE_HOME")
+
+
+def test_a_setting_that_does_not_exist():
+    with pytest.raises(ConfigError, match="no setting 'max_model_length'; did you mean 'max_model_len'"):
+        LLM("demo", max_model_length=5)
+    with pytest.raises(ConfigError, match=r"no setting 'zzz'\. The settings are .* tokenizer, "):
+        LLM("demo", zzz=5)
 
 
 # ---- lengths and memory ------------------------------------------------------------------------------------------

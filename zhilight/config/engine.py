@@ -6,7 +6,9 @@ meaning is the same, and the names of ZhiLight's C++ predecessor).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 from zhilight.errors import ConfigError
@@ -80,3 +82,13 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: this version runs on one GPU. Leave it at 1.")
+
+
+def refuse_unknown_settings(names: Iterable[str]) -> None:
+    """Raises ConfigError for the first name that is no field of EngineConfig, with the nearest one that is."""
+    known = [option.name for option in fields(EngineConfig)]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise ConfigError(f"there is no setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else
+                              f". The settings are the fields of EngineConfig: {', '.join(known)}."))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from zhilight.config.engine import EngineConfig
+from zhilight.config.engine import EngineConfig, refuse_unknown_settings
 from zhilight.config.sampling import MAX_LOGPROBS, SamplingParams
 from zhilight.engine.collector import CollectedRequest, Collector
 from zhilight.engine.defaults import default_sampling_params
@@ -44,6 +44,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **config: Any):
+        refuse_unknown_settings(config)
         engine_config = EngineConfig(model=model, **config)
         started = start_engine(engine_config)
         self.config = started.config
