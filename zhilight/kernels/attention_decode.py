@@ -14,7 +14,7 @@ A pair that lies in one block is written at once; the parts of others go to scra
 pair that it does not finish, so that the launch does not end with a merge.
 
 Reached on one H200, 2026-12-01, 32 heads over 8, head size 128, us (GB/s of K + V), bench/kernels/attention_decode.py:
-1 x 4096 11.9, 8 x 4096 42.1, 64 x 1024 72.7 (3693), 64 x 4096 260 (4125), 256 x 1024 264 (4064), 256 x 4096 1008 (4257, and the
+1 x 4096 11.3, 8 x 4096 42.4, 64 x 1024 72.6 (3698), 64 x 4096 260 (4127), 256 x 1024 264 (4071), 256 x 4096 1012 (4245, and the
 card reads 4264). What was tried is in docs/kernels/attention.md.
 """
 

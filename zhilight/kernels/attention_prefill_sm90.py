@@ -16,8 +16,8 @@ done, under the last P V and the stores.
 Values of V past the context are overwritten with zeros in shared memory: the cache may hold NaN there.
 
 Reached on one H200, 2026-12-01, 32 heads over 8, head size 128, pages of 64, 16384 tokens a batch, beside cuDNN in the same run
-(TFLOP/s, bench/kernels/attention_prefill.py): S = 512 357 (366), 1024 482 (461), 2048 561 (523), 4096 624 (578), 8192 649
-(597), 16384 657 (605).
+(TFLOP/s, bench/kernels/attention_prefill.py): S = 512 368 (377), 1024 497 (473), 2048 594 (551), 4096 655 (608), 8192 686
+(640), 16384 700 (668).
 """
 
 from numba import cuda
