@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from zhilight.driver import dlpack
 from zhilight.driver.device import check
 from zhilight.driver.dtype import BY_NAME, bfloat16, float32, fp8_e4m3, int4, int8, int32, uint8
+from zhilight.driver.memory import MemoryPool
 from zhilight.driver.tensor import Tensor
 from zhilight.errors import ShapeError
 
@@ -283,3 +285,20 @@ def test_an_independent_reader_understands_the_capsule():
     view = utils.StridedMemoryView.from_dlpack(tensor, stream_ptr=-1)
     assert (view.ptr, tuple(view.shape), tuple(view.strides)) == (BASE + 4, (4, 2), (6, 1))
     assert view.is_device_accessible and np.dtype(view.dtype) == np.float32
+
+
+def test_copies_from_ordinary_memory_end_before_the_call_returns(fake_tensor_stream):
+    """The driver may read the source after its own call has returned, and the source may be a temporary array."""
+    tensor, stream, waits = fake_tensor_stream
+    tensor.copy_from_host(np.zeros(tensor.shape, np.float32), stream)
+    assert waits == ["wait"]
+    tensor.copy_from_host(np.zeros(tensor.shape, np.float32), stream, wait=False)
+    assert waits == ["wait"]
+
+
+@pytest.fixture
+def fake_tensor_stream(fake, fake_device):
+    waits: list[str] = []
+    with MemoryPool(fake_device, 64 << 20) as pool:
+        stream = SimpleNamespace(handle=7, synchronize=lambda: waits.append("wait"))
+        yield pool.allocate("weights", (4, 8), float32), stream, waits

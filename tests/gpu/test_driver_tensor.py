@@ -71,3 +71,16 @@ def test_packed_rows(pool, stream):
     source = np.arange(12, dtype=np.uint8).reshape(3, 4)
     tensor.copy_from_host(source, stream)
     np.testing.assert_array_equal(tensor[1:, 2:6].to_host(stream), source[1:, 1:3])
+
+
+def test_a_source_may_be_freed_as_soon_as_the_copy_returns(pool, stream):
+    """Temporary arrays, whose memory the next one takes at once, while the stream is busy: each tensor has its own values."""
+    busy = pool.allocate("kv", (1 << 28,), int32)
+    tensors = []
+    for number in range(64):
+        busy.fill_zero(stream)
+        tensor = pool.allocate("weights", (1 << 16,), int32)
+        tensor.copy_from_host(np.full(1 << 16, number, np.int32), stream)
+        tensors.append(tensor)
+    for number, tensor in enumerate(tensors):
+        assert (tensor.to_host(stream) == number).all()

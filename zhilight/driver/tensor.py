@@ -217,17 +217,20 @@ class Tensor:
             raise ShapeError(f"{self!r}: the last axis of a packed tensor must fill whole bytes to be copied.")
         return (*self.shape[:-1], self.shape[-1] * self.dtype.bits // 8)
 
-    def copy_from_host(self, source: np.ndarray, stream: Any) -> None:
-        """Queue a copy of `source`: same shape (`host_shape`) and element type; its order in memory is free.
+    def copy_from_host(self, source: np.ndarray, stream: Any, *, wait: bool = True) -> None:
+        """Copy `source`, behind what the stream has queued: same shape (`host_shape`) and element type; its order is free.
 
-        A pinned source must stay unchanged until the stream has passed the copy; an ordinary one may be reused at once
-        (except under graph capture, where every replay reads it again).
+        On return `source` may be changed or freed. With wait=False the copy is only queued, and `source`, C-contiguous and
+        page-locked, must stay as it is until the stream has passed it. (The driver may read ordinary memory too after its
+        call has returned: on systems whose GPU can read all of the host's memory it does.)
         """
         if source.shape != self.host_shape or source.dtype != self.dtype.numpy:
             raise ShapeError(f"copy_from_host: source is {list(source.shape)} {source.dtype}, the tensor wants "
                              f"{list(self.host_shape)} {self.dtype.numpy}.")
         source = np.ascontiguousarray(source)
         _copy(self, source.ctypes.data, contiguous_strides(self.shape), stream, to_tensor=True)
+        if wait:
+            stream.synchronize()
 
     def to_host(self, stream: Any) -> np.ndarray:
         """A host copy (`host_shape`; bf16 and fp8 as ml_dtypes) after all work queued on `stream`. Waits for it."""
