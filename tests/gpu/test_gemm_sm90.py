@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 TILES = [Tile(columns, share) for columns in (64, 112, 160, 208, 256) for share in (1, 2)]
 TILES += [Tile(columns, share_x=2) for columns in (64, 192)]
-TILES += [Tile(256, 2, band=4, lag=2), Tile(256, lag=1), Tile(256, 2, 2), Tile(112, 2, 4), Tile(128, 2, 1, 2),
+TILES += [Tile(256, 2, band=4), Tile(256, 2, 2), Tile(112, 2, 4), Tile(128, 2, 1, 2),
           Tile(80, 1, 2, 2), Tile(192, 1, 2, 4), Tile(128, 1, 4, 2), Tile(128, 2, 2, 2)]
 TILES += [Tile(columns, resident=2) for columns in (48, 128)]
 TILES += [Tile(128, 2, resident=2), Tile(128, 1, 2, resident=2), Tile(64, split=2, resident=2)]

@@ -55,8 +55,6 @@ from zhilight.kernels.ptx import (
     mbarrier_expect,
     mbarrier_init,
     mbarrier_wait,
-    named_barrier,
-    named_barrier_arrive,
     prefetch_tensor_map,
     set_max_registers,
     shared_address,
@@ -106,7 +104,7 @@ def place(t, rows, columns, band):
 @kernel_factory
 def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, overlap: bool) -> Kernel:
     """The arguments are those of gemm_sm90. Rank in a cluster: ((part of K) * share_x + column) * share_weight + row."""
-    tile_n, share_w, share_x, split, lag = tile.columns, tile.share_weight, tile.share_x, tile.split, tile.lag
+    tile_n, share_w, share_x, split = tile.columns, tile.share_weight, tile.share_x, tile.split
     band, resident = tile.band, tile.resident
     share = share_w * share_x
     cluster = share * split
@@ -243,7 +241,6 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
             warp = tid // i32(32)
             thread = tid % i32(128)
             slabs = staging + u32(warp) * u32(buffers * SLAB)
-            staggered = lag > 0 and last_step - first_step > i32(stages + lag)
             stage = i32(0)
             phase = u32(0)
             # which block of the cluster this thread tells of a stage that is free: those that copy into it
@@ -257,9 +254,6 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
             t = first_tile
             while t < tiles:
                 row_tile, column_tile = place(t, row_tiles, column_tiles, i32(band))
-                if lag > 0:
-                    if staggered and warpgroup == i32(1):
-                        named_barrier(u32(1), u32(256))
                 acc = zero()
                 previous = i32(0)
                 step = first_step
@@ -282,9 +276,6 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                     if stage == i32(stages):
                         stage = i32(0)
                         phase ^= u32(1)
-                    if lag > 0:
-                        if staggered and warpgroup == i32(0) and step == first_step + i32(lag):
-                            named_barrier_arrive(u32(1), u32(256))
                     step += i32(1)
                 wait_all()
                 free(empty + u32(previous) * u32(8), peer)

@@ -15,9 +15,8 @@ class Tile:
 
     columns: of a tile (a multiple of 16, at most 256). share_weight: blocks of a cluster, at neighbouring row tiles, that share
     weight tiles. share_x: blocks at neighbouring column tiles that share tiles of x. split: blocks that split K. The product of
-    the three is at most 8. band: row tiles (of share_weight x 128) of a band of the raster. lag: stages that the second
-    warpgroup keeps behind the first, so that the epilogue of one falls under the multiplications of the other. resident: blocks
-    on a multiprocessor, 1 or 2 (2 for at most 128 columns): one's epilogue and start fall under the other's multiplications.
+    the three is at most 8. band: row tiles (of share_weight x 128) of a band of the raster. resident: blocks on
+    a multiprocessor, 1 or 2 (2 for at most 128 columns): one's epilogue and start fall under the other's multiplications.
     """
 
     columns: int
@@ -25,7 +24,6 @@ class Tile:
     share_x: int = 1
     split: int = 1
     band: int = 8
-    lag: int = 0
     resident: int = 1
 
     @property
