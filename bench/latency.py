@@ -48,7 +48,7 @@ def graph_milliseconds(llm: LLM, replays: int = 20) -> dict[str, float]:
     from zhilight.driver.stream import elapsed_ms
 
     runner, times = llm.runner, {}
-    for (size, _), graph in sorted(getattr(runner, "_graphs", {}).items()):
+    for (size, _), graph in sorted(getattr(runner, "graphs", {}).items()):
         stream = runner.ops.stream
         with runner.ops.scope():
             start = stream.record(timing=True)

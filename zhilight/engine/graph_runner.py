@@ -2,21 +2,23 @@
 
 A step in which every sequence decodes one token is padded to the next captured batch size and replayed. The graph reads its
 integers from a buffer of its own, which one copy fills; tokens that the host has not seen yet are fed on the device inside
-the graph. A size is captured when it is first met (some 10 ms); `capture` does it ahead.
+the graph. All sizes are captured at start for contexts up to 2048 tokens (some 20 ms each); those for longer contexts, and
+everything with lazy_graphs, when they are first met.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 
 import numpy as np
 
 from zhilight.driver import dtype as dtypes
 from zhilight.driver.graph import Graph
 from zhilight.engine.runner import Runner
+from zhilight.engine.sampler import Sampler
 from zhilight.errors import DeviceError
 from zhilight.kernels.embedding import feed_tokens
+from zhilight.models.model import Model
 from zhilight.ops.base import Array, StepArrays
 from zhilight.ops.cuda import CudaOps, PackedStep
 
@@ -34,13 +36,21 @@ def padded_batch(count: int) -> int:
     return -(-count // step) * step
 
 
+def padded_batches(most: int) -> list[int]:
+    """The batch sizes that serve 1 to `most` sequences."""
+    return sorted({padded_batch(count) for count in range(1, most + 1)})
+
+
 class GraphRunner(Runner):
     """A Runner on CUDA whose decode steps are graphs, for up to `max_batch` sequences."""
 
-    def __init__(self, model, ops: CudaOps, kv_cache: list[Array], sampler, max_batch: int):
+    ops: CudaOps
+
+    def __init__(self, model: Model, ops: CudaOps, kv_cache: list[Array], sampler: Sampler, max_batch: int):
         super().__init__(model, ops, kv_cache, sampler)
         self._max_batch = max_batch
-        self._graphs: dict[tuple[int, int], _DecodeGraph] = {}
+        self.graphs: dict[tuple[int, int], DecodeGraph] = {}
+        """By (batch size, blocks of its block tables)."""
 
     def forward(self, arrays: StepArrays, sampled: Array | None) -> Array:
         count = arrays.num_decodes
@@ -49,25 +59,25 @@ class GraphRunner(Runner):
         width = max(_NARROWEST, 1 << (arrays.block_tables.shape[1] - 1).bit_length())
         return self._graph(padded_batch(count), width).run(arrays, sampled)[:count]
 
-    def capture(self, counts: list[int], context_len: int) -> float:
-        """Capture the sizes that `counts` sequences of up to `context_len` tokens need. Returns the seconds it took."""
-        start = time.monotonic()
-        block = self.kv_cache[0].shape[3]
-        width = max(_NARROWEST, 1 << (-(-context_len // block) - 1).bit_length())
-        with self.ops.scope():
-            for size in sorted({padded_batch(count) for count in counts if count <= self._max_batch}):
-                with self.ops.scope():
-                    self._graph(size, width).record()
-        return time.monotonic() - start
+    def capture(self, progress: bool = True) -> None:
+        """Capture every batch size, for the narrowest block tables."""
+        from tqdm import tqdm
 
-    def _graph(self, size: int, width: int) -> _DecodeGraph:
-        graph = self._graphs.get((size, width))
+        sizes = padded_batches(self._max_batch)[::-1]
+        with self.ops.scope():
+            # disable=None: silent where standard error is not a terminal
+            for size in tqdm(sizes, "capturing decode graphs", unit="graph", disable=None if progress else True):
+                with self.ops.scope():
+                    self._graph(size, _NARROWEST).record()
+
+    def _graph(self, size: int, width: int) -> DecodeGraph:
+        graph = self.graphs.get((size, width))
         if graph is None:
-            graph = self._graphs[size, width] = _DecodeGraph(self, size, width)
+            graph = self.graphs[size, width] = DecodeGraph(self, size, width)
         return graph
 
 
-class _DecodeGraph:
+class DecodeGraph:
     """One batch size and block-table width."""
 
     def __init__(self, runner: GraphRunner, size: int, width: int):
@@ -76,10 +86,11 @@ class _DecodeGraph:
         self._size, self._width = size, width
         block = runner.kv_cache[0].shape[3]
         padding = np.zeros(size, np.int32)
-        # What does not change: one row a sequence, all of which want logits. The rest is padding: no slot, no context.
+        # What does not change: one row a sequence, all of which want logits. For the rest, until the first step: sequences of
+        # one token that read block 0 and write nothing.
         self._arrays = StepArrays(
             token_ids=padding.copy(), positions=padding.copy(), slot_mapping=np.full(size, -1, np.int64),
-            block_tables=np.zeros((size, width), np.int32), context_lens=padding.copy(),
+            block_tables=np.zeros((size, width), np.int32), context_lens=padding + 1,
             query_start=np.arange(size + 1, dtype=np.int32), logit_rows=np.arange(size, dtype=np.int32), num_decodes=size,
             feed_rows=np.full(size, -1, np.int32), feed_sources=padding.copy())
         self._packed = PackedStep(self._arrays, max_context_len=width * block)
@@ -89,9 +100,10 @@ class _DecodeGraph:
     def run(self, arrays: StepArrays, sampled: Array | None) -> Array:
         """Logits [size, V] of a step, of which the first rows are its own."""
         self._fill(arrays)
-        self._ops.staging.copy_parts(self._memory.address, self._packed.parts, self._packed.nbytes)
         if self._graph is None:
             self.record()
+        else:
+            self._upload()
         taken = self._ops.empty((self._used,), dtypes.uint8)
         if taken.address != self._base:
             raise DeviceError(f"a graph captured with its workspace at {self._base:#x} was replayed at {taken.address:#x}; "
@@ -105,14 +117,18 @@ class _DecodeGraph:
 
     def record(self) -> None:
         """Run the step once, which loads kernels and maps memory, and then capture it at the same addresses."""
+        self._upload()
         with self._ops.scope():
             self._forward()
         with self._ops.scope():
             graph = Graph.capture(self._ops.stream, self._forward)
         self._graph = graph.instantiate()
-        log.info("Captured a decode graph for %d sequences, contexts up to %d tokens, %d nodes", self._size,
-                 self._packed.max_context_len, graph.num_nodes)
+        log.debug("Captured a decode graph for %d sequences, contexts up to %d tokens, %d nodes", self._size,
+                  self._packed.max_context_len, graph.num_nodes)
         graph.close()
+
+    def _upload(self) -> None:
+        self._ops.staging.copy_parts(self._memory.address, self._packed.parts, self._packed.nbytes)
 
     def _forward(self) -> None:
         ops = self._ops

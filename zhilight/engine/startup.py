@@ -119,6 +119,9 @@ def build_engine(config: EngineConfig, model_config: ModelConfig, model: Model, 
         from zhilight.engine.graph_runner import GraphRunner
 
         runner = GraphRunner(model, ops, kv_cache, sampler, min(config.max_graph_batch, config.max_num_seqs))
+        if not config.lazy_graphs:
+            with _phase("decode graphs captured"):
+                runner.capture()
     core = EngineCore(runner, scheduler, enable_overlap=config.enable_overlap, check_invariants=config.check_invariants,
                       compile_grammar=_GrammarCompiler(load_tokenizer, model_config))
     return StartedEngine(core, config, model_config, max_model_len, num_blocks)

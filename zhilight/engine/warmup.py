@@ -18,7 +18,7 @@ from zhilight.config.engine import EngineConfig
 from zhilight.config.model import ModelConfig
 from zhilight.driver import dtype as dtypes
 from zhilight.driver.compiler import Kernel, LaunchRecorder, compile_all
-from zhilight.engine.graph_runner import padded_batch
+from zhilight.engine.graph_runner import padded_batches
 from zhilight.engine.scheduler import MAX_PROMPT_ROWS
 from zhilight.errors import DeviceError
 from zhilight.models.model import Model
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 MARGIN_BYTES = 256 << 20
 """Left unmapped by the KV cache: for graphs, modules and further tensor maps."""
-DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -51,7 +50,7 @@ def warm_up(config: EngineConfig, model_config: ModelConfig, model: Model, ops: 
 
 def _compile(config: EngineConfig, model: Model, ops: CudaOps, cache: list) -> None:
     """Bring the kernels of the model's steps into the disk cache, on all cores."""
-    steps = [_decode(padded_batch(count)) for count in DECODE_BATCHES if count <= config.max_num_seqs]
+    steps = [_decode(size) for size in padded_batches(config.max_num_seqs)]
     steps += [_prefill(count, 1) for count in PREFILL_TOKENS if count <= config.max_num_batched_tokens]
     steps.append(_prefill(config.max_num_batched_tokens, config.max_num_seqs, MAX_PROMPT_ROWS))
     start = time.monotonic()
@@ -83,6 +82,7 @@ def _run(arrays: StepArrays, model: Model, ops: CudaOps, cache: list) -> None:
         logits = model.forward(ops.prepare_step(arrays), cache)
         rows = len(arrays.context_lens)
         logits = logits[:rows]
+        ops.empty((rows, logits.strides[0]), dtypes.float32)  # the copy that penalties make beside log-probabilities
         for greedy in (True, False):
             with ops.scope():
                 ops.sample(logits, _sampling(ops, rows, greedy))

@@ -27,6 +27,8 @@ from zhilight.ops.base import Fetch, Ops, SampleResult, SamplingBatch, Step, Ste
 from zhilight.ops.staging import Fetcher, Staging
 
 MIB = 1 << 20
+STAGED_BYTES = 32 * MIB
+"""Uploads up to this go through page-locked memory and are not waited for."""
 ROW_MULTIPLE = 8
 """Rows of a weight are padded to this with zeros: the GEMMs want N in whole vectors (MiniCPM's vocabulary is odd)."""
 DEVICE_DTYPES = {"bfloat16": dtypes.bfloat16, "float16": dtypes.float16}
@@ -96,7 +98,7 @@ class CudaOps(Ops):
             raise ShapeError(f"upload: source is {source.shape} but target is {target.shape}.")
         if source.dtype != target.dtype.numpy:
             source = source.astype(target.dtype.numpy)
-        if target.contiguous and source.nbytes <= MIB:
+        if target.contiguous and source.nbytes <= STAGED_BYTES:
             self.staging.copy(target.address, np.ascontiguousarray(source))
         else:
             target.copy_from_host(source, self.stream)

@@ -13,6 +13,8 @@ from zhilight.driver.tensor import Tensor
 from zhilight.ops.base import Fetch
 
 _SMALLEST = 1 << 14
+_MOST_BUSY = 32
+"""Copies under way at once; a loader that is faster than the bus waits for the oldest."""
 
 
 class Staging:
@@ -40,6 +42,8 @@ class Staging:
         self._busy.append((buffer, event))
 
     def _take(self, nbytes: int) -> tuple[np.ndarray, Event]:
+        if len(self._busy) >= _MOST_BUSY:
+            self._busy[0][1].synchronize()
         while self._busy and self._busy[0][1].done():
             self._free.append(self._busy.popleft())
         for index, (buffer, _) in enumerate(self._free):
