@@ -45,7 +45,8 @@ class EngineConfig:
     gpu_memory_utilization: float = _option(0.90, "share of the GPU's memory that the engine may use")
     cpu_kv_cache_gb: float = _option(2.0, "KV cache of the CPU backend, in GiB")
     swap_space_gb: float = _option(0.0, "host memory for preempted requests' KV, in GiB; not built yet: 0 computes it again")
-    kv_cache_dtype: str = _option("auto", "KV dtype; auto follows the activations; the others are not built yet", choices=("auto", "fp8_e4m3", "int8"))
+    kv_cache_dtype: str = _option("auto", "KV dtype; auto follows the activations; the others are not built yet",
+                                  choices=("auto", "fp8_e4m3", "int8"))
     enable_prefix_caching: bool = _option(True, "share the KV of equal prompt prefixes")
     enable_chunked_prefill: bool = _option(True, "split a long prompt over several steps")
     enable_overlap: bool = _option(True, "prepare the next step while the device runs this one")
@@ -54,8 +55,10 @@ class EngineConfig:
     max_graph_batch: int = _option(512, "largest decode batch captured as a graph")
     lazy_graphs: bool = _option(False, "capture a decode graph when it is first needed instead of all at start")
     seed: int | None = _option(None, "seed of requests that bring none; default: fresh entropy")
-    tensor_parallel_size: int = _option(1, "GPUs that share each layer; above 1 is not built yet", aliases=("--tensor-parallel", "-tp"))
-    pipeline_parallel_size: int = _option(1, "GPUs that share the layers in sequence; above 1 is not built yet", aliases=("-pp",))
+    tensor_parallel_size: int = _option(1, "GPUs that share each layer; above 1 is not built yet",
+                                        aliases=("--tensor-parallel", "-tp"))
+    pipeline_parallel_size: int = _option(1, "GPUs that share the layers in sequence; above 1 is not built yet",
+                                          aliases=("-pp",))
     stats_interval: float = _option(10.0, "seconds between two statistics lines in the log; 0 is silent")
     drain_timeout: float = _option(30.0, "seconds that running requests get to finish at shutdown")
     check_invariants: bool = _option(False, "check the KV blocks' bookkeeping after every step, not only when idle")
