@@ -8,7 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.gpu.gemm_cases import EPILOGUES, Case, argument, assert_case, make_runtime  # noqa: E402
+from gemm_cases import EPILOGUES, Case, argument, assert_case, make_runtime  # noqa: E402
+
 from zhilight.errors import ShapeError  # noqa: E402
 from zhilight.kernels.gemm_sm80 import FLAT, LARGE, SQUARE, gemm_sm80  # noqa: E402
 

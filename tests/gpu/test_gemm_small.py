@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.gpu.gemm_cases import EPILOGUES, Case, argument, assert_case, make_runtime, run_case  # noqa: E402
+from gemm_cases import EPILOGUES, Case, argument, assert_case, make_runtime, run_case  # noqa: E402
+
 from zhilight.errors import ShapeError  # noqa: E402
 from zhilight.kernels.gemm_small import MAX_TOKENS, gemm_small, gemm_small_kernel  # noqa: E402
 
