@@ -1,4 +1,4 @@
-"""gemm_small's own Python function, thread by thread without a GPU, against NumPy: rings, row groups, ragged sizes, epilogues."""
+"""gemm_small's own Python function, thread by thread without a GPU, against NumPy: rings, row groups, ragged sizes."""
 
 from __future__ import annotations
 
