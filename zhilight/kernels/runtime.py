@@ -75,6 +75,11 @@ class Runtime:
             found = self._maps[key] = self._make_map(address, dtype, shape, strides, box, swizzle)
         return found
 
+    @property
+    def num_tensor_maps(self) -> int:
+        """Tensor maps made so far."""
+        return len(self._maps)
+
     def _make_map(self, address: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
                   swizzle: int) -> int:
         from cuda.bindings import driver
