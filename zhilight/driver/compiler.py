@@ -269,10 +269,7 @@ def compile_kernel(kernel: Kernel, capability: Capability, lowered: Any = None) 
     arch = architecture(capability)
     library = lowered or lower(kernel, capability)
     ltoir = library.get_ltoir(cc=capability if capability[2] else capability[:2])
-    for _ in range(3):  # with several processes linking at once the log sometimes comes back empty: link again
-        code, log = _link(kernel, arch, ltoir)
-        if log:
-            break
+    code, log = _link(kernel, arch, ltoir)
     for message in ("C7504", "C7509"):
         if message in log:
             raise KernelCompileError(f"{kernel.name} for {arch}: the assembler gave up an optimisation it must not: {log}")
@@ -283,7 +280,8 @@ def _link(kernel: Kernel, arch: str, ltoir: bytes) -> tuple[bytes, str]:
     """(cubin, the linker's log)."""
     from cuda.bindings import nvjitlink
 
-    handle = nvjitlink.create(3, [f"-arch={arch}", "-verbose", "-lto", "-O3", "-no-cache"])
+    # -no-cache: what comes out of the linker's own cache has no report
+    handle = nvjitlink.create(4, [f"-arch={arch}", "-verbose", "-lto", "-O3", "-no-cache"])
     try:
         try:
             nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, ltoir, len(ltoir), kernel.function.__name__)

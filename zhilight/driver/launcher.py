@@ -72,15 +72,6 @@ class Launcher:
         self._prepare_arguments()
         self._prepare_config()
 
-    def blocks_per_multiprocessor(self) -> int:
-        """Blocks of this kernel that fit one multiprocessor at once."""
-        from cuda.bindings import driver
-
-        from zhilight.driver.device import check
-
-        return check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            self._function, self.kernel.threads, self.kernel.shared), "cuOccupancyMaxActiveBlocksPerMultiprocessor")
-
     def _prepare_arguments(self) -> None:
         codes, pointers = [], []
         for name, annotation in self.kernel.parameters:

@@ -48,12 +48,6 @@ TILES = {64: (2, 64, 4), 80: (2, 64, 4), 96: (2, 32, 4), 128: (2, 32, 4), 192: (
 """Head size -> (16-row tiles a warp, keys a tile, warps)."""
 
 
-def query_rows(head_dim: int) -> int:
-    """Queries of a tile."""
-    row_tiles, _, warps = TILES[head_dim]
-    return 16 * row_tiles * warps
-
-
 @kernel_factory
 def prefill_sm80_kernel(dtype: DType, head_dim: int, block_size: int, windowed: bool, capped: bool, overlap: bool,
                         row_tiles: int, keys: int, warps: int) -> Kernel:

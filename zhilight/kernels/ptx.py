@@ -19,7 +19,6 @@ from zhilight.driver.dtype import DType
 u16, u32, u64 = types.uint16, types.uint32, types.uint64
 i32, i64, f32, f64, void = types.int32, types.int64, types.float32, types.float64, types.void
 U2, U4, F2, F4 = types.UniTuple(u32, 2), types.UniTuple(u32, 4), types.UniTuple(f32, 2), types.UniTuple(f32, 4)
-F8 = types.UniTuple(f32, 8)
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _OPERAND = {u16: (_I16, "h"), u32: (_I32, "r"), i32: (_I32, "r"), u64: (_I64, "l"), i64: (_I64, "l"), f32: (_F32, "f")}
@@ -110,10 +109,8 @@ def address(typingctx, pointer):
 
 load_global_b16 = ptx("{ .reg .u16 t; ld.global.u16 t, [$1]; cvt.u32.u16 $0, t; }", u32, u64)
 load_global_b32 = ptx("ld.global.u32 $0, [$1];", u32, u64)
-load_global_f32 = ptx("ld.global.f32 $0, [$1];", f32, u64)
 load_global_v2 = ptx("ld.global.v2.u32 {$0,$1}, [$2];", U2, u64)
 load_global_v4 = ptx("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", U4, u64)
-load_readonly_v4 = ptx("ld.global.nc.v4.u32 {$0,$1,$2,$3}, [$4];", U4, u64)
 load_stream_v4 = ptx("ld.global.nc.L1::no_allocate.v4.u32 {$0,$1,$2,$3}, [$4];", U4, u64)
 """16 bytes that are read once: not kept in L1."""
 load_global_f32x4 = ptx("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", F4, u64)
@@ -136,39 +133,26 @@ load_shared_f32x4 = ptx("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", F4, u32)
 store_shared_b32 = ptx("st.shared.u32 [$0], $1;", void, u32, u32)
 store_shared_f32 = ptx("st.shared.f32 [$0], $1;", void, u32, f32)
 store_shared_v4 = ptx("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", void, u32, u32, u32, u32, u32)
-store_shared_f32x4 = ptx("st.shared.v4.f32 [$0], {$1,$2,$3,$4};", void, u32, f32, f32, f32, f32)
 
-load_acquire_u32 = ptx("ld.acquire.gpu.global.u32 $0, [$1];", u32, u64)
-store_release_u32 = ptx("st.release.gpu.global.u32 [$0], $1;", void, u64, u32)
-atomic_add_u32 = ptx("atom.global.gpu.add.u32 $0, [$1], $2;", u32, u64, u32)
-atomic_add_acq_rel_u32 = ptx("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, u64, u32)
 atomic_inc_acq_rel_u32 = ptx("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", u32, u64, u32)
 """Counts to $2 and wraps to 0, so that a counter is ready for the next launch without a memset."""
 reduce_add_f32 = ptx("red.global.gpu.add.f32 [$0], $1;", void, u64, f32)
 reduce_add_u32 = ptx("red.global.gpu.add.u32 [$0], $1;", void, u64, u32)
-reduce_add_u64 = ptx("red.global.gpu.add.u64 [$0], $1;", void, u64, u64)
 fence_gpu = ptx("fence.acq_rel.gpu;", void)
 
 # ---- bits and numbers -----------------------------------------------------------------------------------------------
 
 float_of_bits = ptx("mov.b32 $0, $1;", f32, u32, memory=False)
 bits_of_float = ptx("mov.b32 $0, $1;", u32, f32, memory=False)
-lop3_and_or = ptx("lop3.b32 $0, $1, $2, $3, 0xEA;", u32, u32, u32, u32, memory=False)
-"""(a & b) | c in one instruction."""
-byte_permute = ptx("prmt.b32 $0, $1, $2, $3;", u32, u32, u32, u32, memory=False)
 exp2_approx = ptx("ex2.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 log2_approx = ptx("lg2.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 rsqrt_approx = ptx("rsqrt.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
 reciprocal_approx = ptx("rcp.approx.ftz.f32 $0, $1;", f32, f32, memory=False)
-tanh_approx = ptx("tanh.approx.f32 $0, $1;", f32, f32, memory=False)
-multiply_high_u32 = ptx("mul.hi.u32 $0, $1, $2;", u32, u32, u32, memory=False)
-popcount_u32 = ptx("popc.b32 $0, $1;", u32, u32, memory=False)
 
 _pack_bf16 = ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, f32, f32, memory=False)
 _pack_fp16 = ptx("cvt.rn.f16x2.f32 $0, $2, $1;", u32, f32, f32, memory=False)
 _unpack_bf16 = ptx("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", F2, u32, memory=False)
 _unpack_fp16 = ptx("{ .reg .f16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }", F2, u32, memory=False)
-fma_bf16x2 = ptx("fma.rn.bf16x2 $0, $1, $2, $3;", u32, u32, u32, u32, memory=False)
 
 
 def pack(dtype: DType):
@@ -195,8 +179,6 @@ def _shuffle_u64(mode: str, clamp: int):
 shuffle_xor_u64 = _shuffle_u64("bfly", 31)
 shuffle_up_u64 = _shuffle_u64("up", 0)
 shuffle_u64 = _shuffle_u64("idx", 31)
-elect_one = ptx("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 $0, 1, 0, p; }", u32)
-"""1 in one lane of the (converged) warp. sm_90."""
 named_barrier = ptx("bar.sync $0, $1;", void, u32, u32)
 """Barrier number (1 to 15) for that many threads."""
 named_barrier_arrive = ptx("bar.arrive $0, $1;", void, u32, u32)
@@ -233,13 +215,9 @@ mbarrier_arrive_cluster = ptx(
 """Arrive at the barrier of the same address in block $1 of the cluster."""
 cluster_address = ptx("mapa.shared::cluster.u32 $0, $1, $2;", u32, u32, u32, memory=False)
 """The cluster-wide address of shared address $1 in block $2 of the cluster."""
-store_cluster_f32x4 = ptx("st.shared::cluster.v4.f32 [$0], {$1,$2,$3,$4};", void, u32, f32, f32, f32, f32)
 load_cluster_f32x4 = ptx("ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [$4];", F4, u32)
 mbarrier_wait = ptx("{ .reg .pred p; WAIT_${:uid}: mbarrier.try_wait.parity.shared.b64 p, [$0], $1; @p bra DONE_${:uid}; "
                     "bra WAIT_${:uid}; DONE_${:uid}: }", void, u32, u32)
-mbarrier_wait_cluster = ptx("{ .reg .pred p; WAIT_${:uid}: "
-                            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1; "
-                            "@p bra DONE_${:uid}; bra WAIT_${:uid}; DONE_${:uid}: }", void, u32, u32)
 fence_mbarrier_init = ptx("fence.mbarrier_init.release.cluster;", void)
 fence_async_shared = ptx("fence.proxy.async.shared::cta;", void)
 """Ordinary stores to shared memory become visible to the copy engine and to wgmma."""
@@ -250,19 +228,10 @@ cluster_rank = ptx("mov.u32 $0, %cluster_ctarank;", u32, memory=False)
 _LOAD = "cp.async.bulk.tensor.{n}d.shared::cluster.global.mbarrier::complete_tx::bytes"
 bulk_load_2d = ptx(_LOAD.format(n=2) + " [$0], [$1, {$3, $4}], [$2];", void, u32, u64, u32, i32, i32)
 """(shared address, tensor map, mbarrier, x, y): x is the innermost coordinate, in elements."""
-bulk_load_3d = ptx(_LOAD.format(n=3) + " [$0], [$1, {$3, $4, $5}], [$2];", void, u32, u64, u32, i32, i32, i32)
-bulk_load_4d = ptx(_LOAD.format(n=4) + " [$0], [$1, {$3, $4, $5, $6}], [$2];", void, u32, u64, u32, i32, i32, i32, i32)
-bulk_load_5d = ptx(_LOAD.format(n=5) + " [$0], [$1, {$3, $4, $5, $6, $7}], [$2];",
-                   void, u32, u64, u32, i32, i32, i32, i32, i32)
 bulk_load_2d_multicast = ptx(
     "{ .reg .u16 m; cvt.u16.u32 m, $5; " + _LOAD.format(n=2) + ".multicast::cluster [$0], [$1, {$3, $4}], [$2], m; }",
     void, u32, u64, u32, i32, i32, u32)
 """The last argument is the mask of the cluster's blocks that receive the tile, at the same shared address."""
-bulk_store_2d = ptx("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$0, {$2, $3}], [$1];", void, u64, u32, i32, i32)
-bulk_commit = ptx("cp.async.bulk.commit_group;", void)
-bulk_load_bytes = ptx("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-                      void, u32, u64, u32, u32)
-"""(shared address, global address, bytes, mbarrier): a contiguous run, multiple of 16 bytes."""
 prefetch_tensor_map = ptx("prefetch.tensormap [$0];", void, u64)
 
 
@@ -272,20 +241,9 @@ def bulk_wait_read(pending: int):
     return ptx(f"cp.async.bulk.wait_group.read {pending};", void)
 
 
-@functools.cache
-def bulk_wait(pending: int):
-    """Wait until at most `pending` committed bulk stores are not complete."""
-    return ptx(f"cp.async.bulk.wait_group {pending};", void)
-
-
 # ---- tensor cores ---------------------------------------------------------------------------------------------------
 
 load_matrix_x4 = ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", U4, u32)
-load_matrix_x4_trans = ptx("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", U4, u32)
-load_matrix_x2 = ptx("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1}, [$2];", U2, u32)
-load_matrix_x2_trans = ptx("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {$0,$1}, [$2];", U2, u32)
-store_matrix_x4 = ptx("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};", void, u32, u32, u32, u32, u32)
-"""sm_90."""
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
 
 
@@ -350,21 +308,6 @@ def wgmma_shared(n: int, dtype: DType, transpose_b: bool = False):
 
 
 @functools.cache
-def wgmma_registers(n: int, dtype: DType, transpose_b: bool = False):
-    """wgmma m64 n k16 with A in registers: (accumulator, a0, a1, a2, a3, descriptor B, keep) -> accumulator.
-
-    a0..a3 are laid out as mma_m16n8k16's A fragment of the warp's 16 rows.
-    """
-    short, count = _SHORT[dtype.name], n // 2
-    outputs = ",".join(f"${i}" for i in range(count))
-    a = ",".join(f"${2 * count + i}" for i in range(4))
-    first = 2 * count + 4
-    return ptx(f"{{ .reg .pred p; setp.ne.b32 p, ${first + 1}, 0; wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{short}.{short} "
-               f"{{{outputs}}}, {{{a}}}, ${first}, p, 1, 1, {int(transpose_b)}; }}",
-               accumulator(n), accumulator(n), u32, u32, u32, u32, u64, i32, tied=count)
-
-
-@functools.cache
 def insert(kind):
     """(tuple, constant index, value) -> the tuple with that element replaced; the index must be a literal."""
     @intrinsic
@@ -389,7 +332,3 @@ def shared_tensor_descriptor(stride_bytes: int):
 
     return ptx("{ .reg .u32 t; .reg .u64 w; and.b32 t, $1, 0x3ffff; shr.u32 t, t, 4; cvt.u64.u32 w, t; "
                f"or.b64 $0, w, {high}; }}", u64, u32, memory=False)
-
-
-__all__ = [name for name in dir() if not name.startswith("_") and name not in (
-    "functools", "ir", "intrinsic", "types", "DType")]

@@ -49,14 +49,6 @@ def warp_sum(value):
     return value
 
 
-@cuda.jit(device=True, forceinline=True, fastmath=True)
-def warp_max(value):
-    """The largest value of the warp, in every lane."""
-    for step in (16, 8, 4, 2, 1):
-        value = max(value, cuda.shfl_xor_sync(u32(FULL_WARP), value, step))
-    return value
-
-
 @functools.cache
 def block_sum(threads: int):
     """(float32, shared address of threads / 32 float32) -> the sum over the block, in every thread. One barrier inside;
