@@ -59,7 +59,7 @@ class EngineConfig:
                                         aliases=("--tensor-parallel", "-tp"))
     pipeline_parallel_size: int = _option(1, "GPUs that share the layers in sequence; above 1 is not built yet",
                                           aliases=("-pp",))
-    stats_interval: float = _option(10.0, "seconds between two statistics lines in the log; 0 is silent")
+    stats_interval: float = _option(1.0, "seconds between two statistics lines in the log; 0 is silent")
     drain_timeout: float = _option(30.0, "seconds that running requests get to finish at shutdown")
     check_invariants: bool = _option(False, "check the KV blocks' bookkeeping after every step, not only when idle")
 
