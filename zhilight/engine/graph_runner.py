@@ -88,12 +88,12 @@ class DecodeGraph:
         padding = np.zeros(size, np.int32)
         # What does not change: one row a sequence, all of which want logits. For the rest, until the first step: sequences of
         # one token that read block 0 and write nothing.
-        self._arrays = StepArrays(
+        self.arrays = StepArrays(
             token_ids=padding.copy(), positions=padding.copy(), slot_mapping=np.full(size, -1, np.int64),
             block_tables=np.zeros((size, width), np.int32), context_lens=padding + 1,
             query_start=np.arange(size + 1, dtype=np.int32), logit_rows=np.arange(size, dtype=np.int32), num_decodes=size,
             feed_rows=np.full(size, -1, np.int32), feed_sources=padding.copy())
-        self._packed = PackedStep(self._arrays, max_context_len=width * block)
+        self._packed = PackedStep(self.arrays, max_context_len=width * block)
         self._memory = self._ops.pool.allocate("weights", (self._packed.nbytes,), dtypes.uint8)
         self._graph = None
 
@@ -141,7 +141,7 @@ class DecodeGraph:
 
     def _fill(self, arrays: StepArrays) -> None:
         """Write a step into the padded arrays, which `_packed` copies from."""
-        mine, count = self._arrays, len(arrays.context_lens)
+        mine, count = self.arrays, len(arrays.context_lens)
         for name in ("token_ids", "positions", "context_lens"):
             getattr(mine, name)[:count] = getattr(arrays, name)
         mine.slot_mapping[:count] = arrays.slot_mapping

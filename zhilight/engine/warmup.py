@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 MARGIN_BYTES = 256 << 20
 """Left unmapped by the KV cache: for graphs, modules and further tensor maps."""
-PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+PREFILL_TOKENS = (1, *range(8, 65, 8), *(1 << power for power in range(7, 17)))
+"""Steps whose kernels between them serve every number of tokens: the GEMMs for few tokens differ by eights."""
 
 
 def warm_up(config: EngineConfig, model_config: ModelConfig, model: Model, ops: CudaOps) -> int:
