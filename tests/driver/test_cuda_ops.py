@@ -12,7 +12,7 @@ import tiny
 from zhilight.config.checkpoint import read_model_config
 from zhilight.config.engine import EngineConfig
 from zhilight.driver import dtype as dtypes
-from zhilight.driver.compiler import LaunchRecorder
+from zhilight.driver.compiler import Kernel, LaunchRecorder
 from zhilight.driver.graph import Graph
 from zhilight.driver.memory import MemoryPool
 from zhilight.engine import warmup
@@ -160,6 +160,7 @@ def test_a_graphs_integers(ops, model, cache, monkeypatch):
 def test_warm_up_leaves_the_rest_to_the_kv_cache(ops, model, monkeypatch):
     """The kernels of every step size are known before the first runs, and the worst step has mapped its workspace."""
     asked = []
+    monkeypatch.setattr(Kernel, "is_cached", lambda self, capability: False)
     monkeypatch.setattr(warmup, "compile_all", lambda kernels, capability: asked.extend(kernels) or [])
     config = EngineConfig("any", max_num_seqs=16, max_num_batched_tokens=512)
     monkeypatch.setattr(type(ops.device), "synchronize", lambda self: None)
