@@ -14,7 +14,7 @@ from zhilight.engine.outputs import CompletionOutput, PositionLogprobs, RequestO
 from zhilight.server.openai.body import read_body
 from zhilight.server.openai.chat_message import MessagePiece, MessageReader, MessageStyle, message_style
 from zhilight.server.openai.errors import bad_request
-from zhilight.server.openai.generation import Generation, first_of, is_long, new_request_id
+from zhilight.server.openai.generation import Generation, is_long, new_request_id, stream_answer
 from zhilight.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from zhilight.server.openai.prompts import PreparedPrompt, chat_prompt, message_text, truncate
 from zhilight.server.openai.protocol import ChatCompletionRequest, refuse_unsupported
@@ -33,7 +33,7 @@ from zhilight.server.openai.responses import (
 )
 from zhilight.server.openai.sampling import check_common, check_count, make_sampling_params, output_budget
 from zhilight.server.openai.serving import REQUEST_ID, SERVING, Serving
-from zhilight.server.openai.streaming import DONE, EventStream, json_response
+from zhilight.server.openai.streaming import EventStream, json_response
 from zhilight.server.openai.structured import structured_output_of
 from zhilight.server.openai.usage import UsageCount
 
@@ -59,30 +59,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     async with Generation(serving, [job.prompt], [job.params], priority=body.priority or 0,
                           cache_salt=body.cache_salt) as generation:
         if body.stream:
-            return await _stream(request, answer, generation)
+            return await stream_answer(request, answer, generation)
         outputs = [output async for _, output in generation.outputs()]
         return await serving.in_pool_if(is_long(outputs), answer.whole, outputs)
-
-
-async def _stream(request: web.Request, answer: ChatAnswer, generation: Generation) -> web.StreamResponse:
-    outputs = generation.outputs()
-    item = await first_of(outputs)
-    stream = EventStream(request)
-    await stream.start()
-    try:
-        chunks = answer.role_chunks(item[1] if item else None)
-        while item is not None:
-            chunks += answer.chunks(item[1])
-            if chunks:
-                await stream.send(b"".join(map(stream.encode, chunks)))
-            chunks = []
-            item = await first_of(outputs)
-    except ConnectionError:
-        raise
-    except Exception as error:
-        return await stream.fail(error)
-    last = stream.encode(answer.usage_chunk()) if answer.include_usage else b""
-    return await stream.finish(last + DONE)
 
 
 def prepare(serving: Serving, body: ChatCompletionRequest) -> Job:
@@ -144,6 +123,7 @@ class ChatAnswer:
         self._usage = UsageCount(len(job.prompt.token_ids))
         self._choices = [_Choice(MessageReader(job.style, job.prompt_tail)) for _ in range(body.n or 1)]
         self._prompt_logprobs: Any = UNSET
+        self._opened = False
         options = body.stream_options
         self.include_usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
@@ -191,10 +171,15 @@ class ChatAnswer:
             return None
         return ChoiceLogprobs(content=chat_logprobs(self._names, positions, self._body.top_logprobs or 0))
 
-    def role_chunks(self, first: RequestOutput | None) -> list[ChatCompletionChunk]:
+    def events(self, stream: EventStream, prompt_index: int, output: RequestOutput) -> bytes:
+        """The encoded chunks of one engine output, behind those that open the stream."""
+        opening = [] if self._opened else self._role_chunks(output)
+        self._opened = True
+        return b"".join(map(stream.encode, opening + self.chunks(output)))
+
+    def _role_chunks(self, first: RequestOutput) -> list[ChatCompletionChunk]:
         """The first chunk of every choice, in order: its role and no text."""
-        if first is not None:
-            self._usage.add_prompt(0, first)
+        self._usage.add_prompt(0, first)
         chunks = []
         for index in range(len(self._choices)):
             chunks.append(self._chunk(ChatChunkChoice(index=index, delta=ChatDelta(role=self._role, content=""))))

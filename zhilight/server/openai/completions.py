@@ -13,14 +13,14 @@ from zhilight.config.sampling import SamplingParams
 from zhilight.engine.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from zhilight.server.openai.body import read_body
 from zhilight.server.openai.errors import bad_request
-from zhilight.server.openai.generation import Generation, first_of, is_long, new_request_id
+from zhilight.server.openai.generation import Generation, is_long, new_request_id, stream_answer
 from zhilight.server.openai.logprobs import CompletionLogprobsBuilder, TokenNames, prompt_logprobs
 from zhilight.server.openai.prompts import PreparedPrompt, text_prompts, truncate
 from zhilight.server.openai.protocol import CompletionRequest, refuse_unsupported
 from zhilight.server.openai.responses import Completion, CompletionChoice
 from zhilight.server.openai.sampling import check_common, check_count, make_sampling_params, output_budget
 from zhilight.server.openai.serving import REQUEST_ID, SERVING, Serving
-from zhilight.server.openai.streaming import DONE, EventStream, json_response
+from zhilight.server.openai.streaming import EventStream, json_response
 from zhilight.server.openai.structured import structured_output_of
 from zhilight.server.openai.usage import UsageCount
 
@@ -47,29 +47,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     async with Generation(serving, job.prompts, job.params, priority=body.priority or 0,
                           cache_salt=body.cache_salt) as generation:
         if body.stream:
-            return await _stream(request, answer, generation)
+            return await stream_answer(request, answer, generation)
         outputs = [item async for item in generation.outputs()]
         return await serving.in_pool_if(is_long([output for _, output in outputs]), answer.whole, outputs)
-
-
-async def _stream(request: web.Request, answer: CompletionAnswer, generation: Generation) -> web.StreamResponse:
-    outputs = generation.outputs()
-    item = await first_of(outputs)
-    serving = request.app[SERVING]
-    stream = EventStream(request)
-    await stream.start()
-    try:
-        while item is not None:
-            events = await serving.in_pool_if(is_long([item[1]]), answer.events, stream, *item)
-            if events:
-                await stream.send(events)
-            item = await first_of(outputs)
-    except ConnectionError:
-        raise
-    except Exception as error:
-        return await stream.fail(error)
-    last = stream.encode(answer.usage_chunk()) if answer.include_usage else b""
-    return await stream.finish(last + DONE)
 
 
 def prepare(serving: Serving, body: CompletionRequest) -> Job:

@@ -7,14 +7,18 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, Protocol
+
+from aiohttp import web
+from msgspec import Struct
 
 from zhilight.config.sampling import SamplingParams
 from zhilight.engine.outputs import RequestOutput
 from zhilight.errors import RequestError
 from zhilight.server.openai.errors import APIError
 from zhilight.server.openai.prompts import PreparedPrompt
-from zhilight.server.openai.serving import Serving
+from zhilight.server.openai.serving import SERVING, Serving
+from zhilight.server.openai.streaming import DONE, EventStream
 
 
 def new_request_id(prefix: str, asked: str | None) -> str:
@@ -163,3 +167,36 @@ async def first_of(outputs: AsyncIterator[Any]) -> Any:
 def is_long(outputs: Sequence[RequestOutput]) -> bool:
     """Whether writing these outputs down takes long enough (milliseconds) to belong in the thread pool."""
     return len(outputs) > 64 or any(output.prompt_logprobs is not None for output in outputs)
+
+
+class Answer(Protocol):
+    """What turns the engine's outputs into a route's chunks."""
+
+    include_usage: bool
+
+    def events(self, stream: EventStream, prompt_index: int, output: RequestOutput) -> bytes:
+        """The encoded chunks of one output; empty when there is nothing to tell."""
+
+    def usage_chunk(self) -> Struct:
+        """The last chunk, when the client asked for usage."""
+
+
+async def stream_answer(request: web.Request, answer: Answer, generation: Generation) -> web.StreamResponse:
+    """Send the chunks of `answer` as they come. Headers wait for the first output, so that a refusal has its own status."""
+    outputs = generation.outputs()
+    item = await first_of(outputs)
+    serving = request.app[SERVING]
+    stream = EventStream(request)
+    await stream.start()
+    try:
+        while item is not None:
+            events = await serving.in_pool_if(is_long([item[1]]), answer.events, stream, *item)
+            if events:
+                await stream.send(events)
+            item = await first_of(outputs)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        return await stream.fail(error)
+    last = stream.encode(answer.usage_chunk()) if answer.include_usage else b""
+    return await stream.finish(last + DONE)
