@@ -17,14 +17,31 @@ _MOST_BUSY = 32
 """Copies under way at once; a loader that is faster than the bus waits for the oldest."""
 
 
+class PinnedBuffers:
+    """Page-locked buffers, each with the event that ends its last use, handed out again once they are given back."""
+
+    def __init__(self, pinned: PinnedPool):
+        self._pinned = pinned
+        self._free: list[tuple[np.ndarray, Event]] = []
+
+    def take(self, nbytes: int) -> tuple[np.ndarray, Event]:
+        """A buffer of at least `nbytes`."""
+        for index, (buffer, _) in enumerate(self._free):
+            if buffer.nbytes >= nbytes:
+                return self._free.pop(index)
+        return self._pinned.allocate((max(_SMALLEST, 1 << max(0, nbytes - 1).bit_length()),), np.uint8), Event()
+
+    def give_back(self, buffer: np.ndarray, event: Event) -> None:
+        self._free.append((buffer, event))
+
+
 class Staging:
     """Host to device. A buffer is free again when the copy out of it is done, which its event tells."""
 
     def __init__(self, pinned: PinnedPool, stream: Stream):
-        self._pinned = pinned
+        self._buffers = PinnedBuffers(pinned)
         self._stream = stream
         self._busy: deque[tuple[np.ndarray, Event]] = deque()
-        self._free: list[tuple[np.ndarray, Event]] = []
 
     def copy(self, address: int, source: np.ndarray) -> None:
         """Queue a copy of a contiguous host array; `source` may change as soon as this returns."""
@@ -45,46 +62,34 @@ class Staging:
         if len(self._busy) >= _MOST_BUSY:
             self._busy[0][1].synchronize()
         while self._busy and self._busy[0][1].done():
-            self._free.append(self._busy.popleft())
-        for index, (buffer, _) in enumerate(self._free):
-            if buffer.nbytes >= nbytes:
-                return self._free.pop(index)
-        return self._pinned.allocate((max(_SMALLEST, 1 << (nbytes - 1).bit_length()),), np.uint8), Event()
+            self._buffers.give_back(*self._busy.popleft())
+        return self._buffers.take(nbytes)
 
 
 class Fetcher:
     """Device to host."""
 
     def __init__(self, pinned: PinnedPool, stream: Stream):
-        self._pinned = pinned
+        self._buffers = PinnedBuffers(pinned)
         self._stream = stream
-        self._free: list[tuple[np.ndarray, Event]] = []
 
     def fetch(self, source: Tensor) -> CudaFetch:
         """Queue a copy of a contiguous tensor and return at once."""
         nbytes = source.nbytes
-        buffer, event = self._take(nbytes)
+        buffer, event = self._buffers.take(nbytes)
         if nbytes:
             check(driver().cuMemcpyDtoHAsync(buffer.ctypes.data, source.address, nbytes, self._stream.handle),
                   "cuMemcpyDtoHAsync")
         event.record(self._stream)
-        return CudaFetch(self, buffer, event, source.shape, source.dtype.numpy, nbytes)
-
-    def _take(self, nbytes: int) -> tuple[np.ndarray, Event]:
-        for index, (buffer, _) in enumerate(self._free):
-            if buffer.nbytes >= nbytes:
-                return self._free.pop(index)
-        return self._pinned.allocate((max(_SMALLEST, 1 << max(0, nbytes - 1).bit_length()),), np.uint8), Event()
-
-    def give_back(self, buffer: np.ndarray, event: Event) -> None:
-        self._free.append((buffer, event))
+        return CudaFetch(self._buffers, buffer, event, source.shape, source.dtype.numpy, nbytes)
 
 
 class CudaFetch(Fetch):
     """One copy under way; its buffer goes back when the result has been read."""
 
-    def __init__(self, fetcher: Fetcher, buffer: np.ndarray, event: Event, shape: tuple[int, ...], kind: np.dtype, nbytes: int):
-        self._fetcher, self._buffer, self._event = fetcher, buffer, event
+    def __init__(self, buffers: PinnedBuffers, buffer: np.ndarray, event: Event, shape: tuple[int, ...], kind: np.dtype,
+                 nbytes: int):
+        self._buffers, self._buffer, self._event = buffers, buffer, event
         self._shape, self._kind, self._nbytes = shape, kind, nbytes
         self._result: np.ndarray | None = None
 
@@ -92,7 +97,7 @@ class CudaFetch(Fetch):
         if self._result is None:
             self._event.synchronize()
             self._result = self._buffer[: self._nbytes].copy().view(self._kind).reshape(self._shape)
-            self._fetcher.give_back(self._buffer, self._event)
+            self._buffers.give_back(self._buffer, self._event)
         return self._result
 
     def ready(self) -> bool:
