@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from zhilight.driver.compiler import target_of
 from zhilight.driver.dtype import BY_NAME, DType
 from zhilight.kernels.runtime import Runtime
 
@@ -62,10 +63,9 @@ class Bench:
         torch.cuda.init()
         self.stream = torch.cuda.Stream()
         self._memory: list[torch.Tensor] = []
-        major, minor = torch.cuda.get_device_capability()
         properties = torch.cuda.get_device_properties(0)
         torch.empty(1, device="cuda")  # makes the primary context current
-        self.runtime = Runtime(TorchStream(self.stream), (major, minor, "a" if major == 9 else ""),
+        self.runtime = Runtime(TorchStream(self.stream), target_of(*torch.cuda.get_device_capability()),
                                properties.multi_processor_count, self._allocate, scratch_bytes)
 
     def _allocate(self, nbytes: int) -> int:

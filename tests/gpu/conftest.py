@@ -55,10 +55,10 @@ def pool(device, stream):
 def runtime(device, stream, pool):
     """What the host side of a kernel needs, with 512 MiB of scratch memory."""
     from zhilight.driver import dtype as dtypes
+    from zhilight.driver.compiler import target_of
     from zhilight.kernels.runtime import Runtime
 
-    capability = (*device.capability, "a" if device.capability[0] == 9 else "")
-    return Runtime(stream, capability, device.multiprocessors,
+    return Runtime(stream, target_of(*device.capability), device.multiprocessors,
                    lambda nbytes: pool.allocate("weights", (nbytes,), dtypes.uint8, 1024).address, 512 << 20)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zhilight.driver.compiler import target_of
 from zhilight.driver.dtype import BY_NAME, DType
 from zhilight.kernels.runtime import Runtime
 
@@ -49,8 +50,7 @@ def make_runtime() -> Runtime:
         return (memory[-1].data_ptr() + 255) // 256 * 256
 
     torch.zeros(1, device="cuda")
-    major, minor = torch.cuda.get_device_capability()
-    runtime = Runtime(CurrentStream(torch.cuda.current_stream().cuda_stream), (major, minor, "a" if major == 9 else ""),
+    runtime = Runtime(CurrentStream(torch.cuda.current_stream().cuda_stream), target_of(*torch.cuda.get_device_capability()),
                       torch.cuda.get_device_properties(0).multi_processor_count, allocate)
     runtime.memory = memory
     return runtime

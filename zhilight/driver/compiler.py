@@ -226,6 +226,11 @@ def numba_type(annotation: Any) -> Any:
     return annotation
 
 
+def target_of(major: int, minor: int) -> Capability:
+    """What to compile for on a GPU of that compute capability: Hopper's with its architecture-specific instructions."""
+    return major, minor, "a" if major == 9 else ""
+
+
 def architecture(capability: Capability) -> str:
     return f"sm_{capability[0]}{capability[1]}{capability[2]}"
 
@@ -238,6 +243,11 @@ def parse_capability(text: str) -> Capability:
     if not match:
         raise ConfigError(f"capability is {text!r}; write it as MAJOR.MINOR, such as 8.0, 8.9 or 9.0a.")
     return int(match[1]), int(match[2]), match[3]
+
+
+def _numba_capability(capability: Capability) -> tuple:
+    """The capability as numba-cuda takes it: without the letter where there is none."""
+    return capability if capability[2] else capability[:2]
 
 
 def lower(kernel: Kernel, capability: Capability) -> Any:
@@ -255,7 +265,7 @@ def lower(kernel: Kernel, capability: Capability) -> Any:
         signature = types.void(*[numba_type(annotation) for _, annotation in kernel.parameters])
         library, _ = _compile_pyfunc_with_fixup(
             kernel.function, signature, device=False, fastmath=kernel.fastmath, opt=True, abi="numba",
-            cc=capability if capability[2] else capability[:2], launch_bounds=(kernel.threads, kernel.min_blocks))
+            cc=_numba_capability(capability), launch_bounds=(kernel.threads, kernel.min_blocks))
         return library
     finally:
         dispatcher.get_current_device = asked
@@ -268,7 +278,7 @@ def compile_kernel(kernel: Kernel, capability: Capability, lowered: Any = None) 
     start = time.perf_counter()
     arch = architecture(capability)
     library = lowered or lower(kernel, capability)
-    ltoir = library.get_ltoir(cc=capability if capability[2] else capability[:2])
+    ltoir = library.get_ltoir(cc=_numba_capability(capability))
     code, log = _link(kernel, arch, ltoir)
     for message in ("C7504", "C7509"):
         if message in log:
@@ -321,7 +331,7 @@ def _resources(kernel: Kernel, log: str, seconds: float) -> Resources:
 
 def ptx_of(kernel: Kernel, capability: Capability) -> str:
     """The PTX of a kernel, for reading; it is not what runs."""
-    return lower(kernel, capability).get_asm_str(cc=capability if capability[2] else capability[:2])
+    return lower(kernel, capability).get_asm_str(cc=_numba_capability(capability))
 
 
 # ---- the disk cache -------------------------------------------------------------------------------------------------

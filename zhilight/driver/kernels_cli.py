@@ -71,7 +71,7 @@ def _jobs(text: str) -> int:
 
 
 def _capability(text: str | None) -> Capability:
-    from zhilight.driver.compiler import parse_capability
+    from zhilight.driver.compiler import parse_capability, target_of
 
     if text is not None:
         return parse_capability(text)
@@ -80,9 +80,8 @@ def _capability(text: str | None) -> Capability:
     if device_count() == 0:
         raise ConfigError("No GPU here to take the compute capability from: name one, such as --capability 9.0a.")
     device = Device.open(0)
-    major, minor = device.capability
     device.close()
-    return major, minor, "a" if major == 9 else ""
+    return target_of(*device.capability)
 
 
 def _kernels(args: argparse.Namespace, capability: Capability | None) -> list[Kernel]:

@@ -12,7 +12,7 @@ import functools
 import struct
 from typing import Any
 
-from zhilight.driver.compiler import Capability, Kernel, Pointer, TensorMapParameter
+from zhilight.driver.compiler import Capability, Kernel, Pointer, TensorMapParameter, target_of
 from zhilight.errors import DeviceError, ShapeError
 
 _CLUSTER_DIMENSION = 4
@@ -148,4 +148,4 @@ def current_capability() -> Capability:
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device), "cuDeviceGetAttribute")
     minor = check(driver.cuDeviceGetAttribute(
         attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device), "cuDeviceGetAttribute")
-    return major, minor, "a" if major == 9 else ""
+    return target_of(major, minor)

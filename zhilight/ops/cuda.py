@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 
 from zhilight.driver import dtype as dtypes
+from zhilight.driver.compiler import target_of
 from zhilight.driver.device import MINIMUM_CAPABILITY, Device, dotted
 from zhilight.driver.dtype import DType
 from zhilight.driver.memory import MemoryPool, PinnedPool
@@ -52,8 +53,7 @@ class CudaOps(Ops):
         self.overlap = device.capability >= (9, 0) if overlap is None else overlap
         self.pinned = PinnedPool(device, 4 << 30)
         scratch = max(128 * MIB, sampling.scratch_bytes(max_rows, vocab_size))
-        capability = (*device.capability, "a" if device.capability[0] == 9 else "")
-        self.runtime = Runtime(self.stream, capability, device.multiprocessors, self._permanent, scratch)
+        self.runtime = Runtime(self.stream, target_of(*device.capability), device.multiprocessors, self._permanent, scratch)
         self.sampled = pool.allocate("weights", (max_rows,), dtypes.int32)
         self._step_memory = pool.allocate("weights", (1 << 20,), dtypes.uint8)
         self.staging = Staging(self.pinned, self.stream)
