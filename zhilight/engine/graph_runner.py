@@ -57,7 +57,7 @@ class GraphRunner(Runner):
         if count != len(arrays.context_lens) or count > self._max_batch or len(arrays.logit_rows) != count:
             return super().forward(arrays, sampled)
         width = max(_NARROWEST, 1 << (arrays.block_tables.shape[1] - 1).bit_length())
-        return self._graph(padded_batch(count), width).run(arrays, sampled)[:count]
+        return self._graph(padded_batch(count), width).run(arrays)[:count]
 
     def capture(self, progress: bool = True) -> None:
         """Capture every batch size, for the narrowest block tables."""
@@ -83,7 +83,7 @@ class DecodeGraph:
     def __init__(self, runner: GraphRunner, size: int, width: int):
         self._runner = runner
         self._ops: CudaOps = runner.ops
-        self._size, self._width = size, width
+        self._size = size
         block = runner.kv_cache[0].shape[3]
         padding = np.zeros(size, np.int32)
         # What does not change: one row a sequence, all of which want logits. For the rest, until the first step: sequences of
@@ -97,7 +97,7 @@ class DecodeGraph:
         self._memory = self._ops.pool.allocate("weights", (self._packed.nbytes,), dtypes.uint8)
         self._graph = None
 
-    def run(self, arrays: StepArrays, sampled: Array | None) -> Array:
+    def run(self, arrays: StepArrays) -> Array:
         """Logits [size, V] of a step, of which the first rows are its own."""
         self._fill(arrays)
         if self._graph is None:

@@ -45,6 +45,11 @@ class _Special:
         return bool(self.quiet_until or self.phrases or self.request)
 
 
+def penalty_bytes(slots: int, vocab_size: int) -> int:
+    """Device memory that `Sampler.reserve` takes: int32 counts and a prompt bit a token, for every slot."""
+    return slots * (4 * vocab_size + 4 * -(-vocab_size // 32))
+
+
 class Sampler:
     """Turns the plans of the scheduler into SamplingBatch arrays on the device of `ops`."""
 

@@ -19,6 +19,7 @@ from zhilight.config.model import ModelConfig
 from zhilight.driver import dtype as dtypes
 from zhilight.driver.compiler import Kernel, LaunchRecorder, compile_all
 from zhilight.engine.graph_runner import padded_batches
+from zhilight.engine.sampler import penalty_bytes
 from zhilight.engine.scheduler import MAX_PROMPT_ROWS
 from zhilight.errors import DeviceError
 from zhilight.models.model import Model
@@ -37,7 +38,9 @@ def warm_up(config: EngineConfig, model_config: ModelConfig, model: Model, ops: 
     """Compile, run the worst step, and return the bytes that the KV cache may take."""
     cache = ops.kv_cache(model_config.num_layers, 1, model_config.num_kv_heads, config.block_size, model_config.head_dim)
     worst = _prefill(config.max_num_batched_tokens, config.max_num_seqs, MAX_PROMPT_ROWS)
-    _compile(config, model, ops, cache)
+    steps = [_decode(size) for size in padded_batches(config.max_num_seqs)]
+    steps += [_prefill(count, 1) for count in PREFILL_TOKENS if count <= config.max_num_batched_tokens]
+    _compile([*steps, worst], model, ops, cache)
     start = time.monotonic()
     _run(worst, model, ops, cache)
     ops.synchronize()
@@ -45,15 +48,11 @@ def warm_up(config: EngineConfig, model_config: ModelConfig, model: Model, ops: 
         ops.pool.release(layer)
     log.info("worst step (%d tokens, %d sequences) ran in %.2f s", config.max_num_batched_tokens, config.max_num_seqs,
              time.monotonic() - start)
-    penalties = config.max_num_seqs * model_config.vocab_size * 33 // 8  # the sampler's counts and prompt bits
-    return ops.pool.free_bytes - penalties - MARGIN_BYTES
+    return ops.pool.free_bytes - penalty_bytes(config.max_num_seqs, model_config.vocab_size) - MARGIN_BYTES
 
 
-def _compile(config: EngineConfig, model: Model, ops: CudaOps, cache: list) -> None:
-    """Bring the kernels of the model's steps into the disk cache, on all cores."""
-    steps = [_decode(size) for size in padded_batches(config.max_num_seqs)]
-    steps += [_prefill(count, 1) for count in PREFILL_TOKENS if count <= config.max_num_batched_tokens]
-    steps.append(_prefill(config.max_num_batched_tokens, config.max_num_seqs, MAX_PROMPT_ROWS))
+def _compile(steps: list[StepArrays], model: Model, ops: CudaOps, cache: list) -> None:
+    """Bring the kernels of these steps into the disk cache, on all cores."""
     start = time.monotonic()
     with _recording(ops) as kernels:
         for step in steps:
