@@ -220,7 +220,9 @@ class Ops(ABC):
     @abstractmethod
     def rotary_and_cache(self, qkv: Array, step: Step, cos_sin: Array, kv_cache: Array, num_heads: int,
                          num_kv_heads: int) -> None:
-        """Rotate q and k in place inside `qkv` and write k and v of each token to its slot of the cache.
+        """Rotate q in place inside `qkv`, and write the rotated k and v of each token to its slot of the cache.
+
+        What the k part of qkv holds afterwards is the backend's; attention reads the cache alone.
 
         qkv [T, (Hq + 2 Hkv) * D], q heads, then k heads, then v heads. cos_sin [positions, rotary_dim] float32: the
         cosines of the rotary_dim / 2 frequencies, then their sines. Rotation is the half-split one (value i pairs with
