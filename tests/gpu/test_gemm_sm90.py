@@ -152,6 +152,28 @@ def test_same_bits_again(runtime, tile):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize("tile", [Tile(256), Tile(176), Tile(112, 2), Tile(224, 2), Tile(80, 1, 2, 2), Tile(128, resident=2)],
+                         ids=str)
+@pytest.mark.parametrize("m, n, k", [(1, 16, 64), (127, 272, 136), (128, 512, 256), (130, 1160, 520), (255, 1000, 520),
+                                     (391, 1160, 1480), (1024, 4096, 1024)])
+def test_adds_to_the_output(runtime, tile, m, n, k):
+    """Once to each value, also where row tiles or slabs overlap, with the two roundings of a product and an addition."""
+    torch.manual_seed(m)
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    weight = (torch.randn(n, k, device="cuda") * k ** -0.5).bfloat16()
+    poison = 12288.0
+    frame = torch.full((m + 256, n + 8), poison, dtype=torch.bfloat16, device="cuda")
+    out = frame[128:128 + m, :n]
+    out.copy_(torch.randn(m, n, device="cuda"))
+    before, product = out.clone(), torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    gemm_sm90(runtime, view(x), view(weight), view(product), tile=tile)
+    gemm_sm90(runtime, view(x), view(weight), view(out), tile=tile, add=True)
+    torch.cuda.synchronize()
+    assert torch.equal(out, (before.float() + product.float()).bfloat16())
+    out.fill_(poison)
+    assert bool((frame == poison).all()), "wrote outside of out"
+
+
 def test_rejects_what_it_does_not_take(runtime):
     x, weight, out = (view(torch.empty(s, device="cuda", dtype=torch.bfloat16)) for s in ((4, 64), (32, 64), (4, 32)))
     odd = view(torch.empty((4, 64), device="cuda"))
@@ -159,3 +181,5 @@ def test_rejects_what_it_does_not_take(runtime):
                                ((x, weight, x), "must be")):
         with pytest.raises(ShapeError, match=message):
             gemm_sm90(runtime, *arguments)
+    with pytest.raises(ShapeError, match="add is for plain outputs"):
+        gemm_sm90(runtime, x, weight, view(torch.empty((4, 16), device="cuda", dtype=torch.bfloat16)), silu_mul=True, add=True)

@@ -78,12 +78,14 @@ def test_sequences_of_a_batch_do_not_mix(model, golden):
     np.testing.assert_allclose(logits, golden[[30, 12, 20]], atol=1e-4)
 
 
-def test_hidden_states_feed_the_head(model, golden):
+@pytest.mark.parametrize("rows", [range(48), [47], [3, 46, 0], []], ids=["all", "last", "some", "none"])
+def test_hidden_states_feed_the_head(model, golden, rows):
     ids, sequence = token_ids().tolist(), Sequence(model.ops, model, 48)
+    rows = [row for row in rows if row < len(ids)] if len(rows) != 1 else [len(ids) - 1]
     with model.ops.scope():
-        hidden = model.hidden_states(sequence.step(ids, []), sequence.kv_cache)
-        assert hidden.shape == (len(ids), model.config.hidden_size)
-        np.testing.assert_allclose(hidden @ model.head.weight.array.T, golden, atol=1e-4)
+        hidden = model.hidden_states(sequence.step(ids, rows), sequence.kv_cache)
+        assert hidden.shape == (len(rows), model.config.hidden_size)
+        np.testing.assert_allclose(hidden @ model.head.weight.array.T, golden[rows], atol=1e-4)
 
 
 def test_a_step_that_wants_no_logits_still_fills_the_cache(model, golden):

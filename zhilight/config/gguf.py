@@ -160,4 +160,16 @@ class _Header:
             code = struct.Struct(f"<{count}{_SCALARS[kind]}")
             self.at += code.size
             return list(code.unpack_from(self.data, self.at - code.size))
-        return [self.value(kind) for _ in range(count)]
+        return self.strings(count) if kind == _STRING else [self.value(kind) for _ in range(count)]
+
+    def strings(self, count: int) -> list[str]:
+        """A vocabulary's: `string` in a loop of its own, in a third of the time."""
+        data, at, end, found = self.data, self.at, len(self.data), []
+        for _ in range(count):
+            start = at + 8
+            at = start + _U64.unpack_from(data, at)[0]
+            if at > end:
+                raise IndexError(f"a string ends at byte {at}")
+            found.append(data[start:at].decode("utf-8", errors="replace"))
+        self.at = at
+        return found

@@ -167,7 +167,7 @@ class SlotTable:
         if prompt_rows is not None and len(prompt_rows):
             logit_rows = np.concatenate((logit_rows, prompt_rows))
         elif not len(logit_rows):
-            logit_rows = query_start[-1:] - 1  # backends need not handle a head without rows
+            logit_rows = query_start[1:2] - 1  # backends need not handle a head without rows
         width = int(((context_lens.max() - 1) >> self.shift) + 1)
         return StepArrays(
             token_ids=self.tokens[row_slots, row_positions],

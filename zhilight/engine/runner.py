@@ -124,8 +124,7 @@ class Runner:
         """[len(arrays.logit_rows), H] float32 hidden states after the final norm; waits for them."""
         with self.ops.scope():
             step = self.ops.prepare_step(arrays)
-            hidden = self.ops.gather_rows(self.model.hidden_states(step, self.kv_cache), step.logit_rows)
-            return self.ops.download(hidden).astype(np.float32)
+            return self.ops.download(self.model.hidden_states(step, self.kv_cache)).astype(np.float32)
 
     def _prompt_targets(self, targets: np.ndarray) -> Array:
         if self.ops.name == "cpu":

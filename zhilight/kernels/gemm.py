@@ -15,8 +15,10 @@ from typing import Any
 
 from zhilight.driver.compiler import Capability
 from zhilight.driver.dtype import float32
+from zhilight.errors import ShapeError
 from zhilight.kernels import gemm_sm80, gemm_small, gemm_swapped
 from zhilight.kernels.gemm_sm90 import gemm_sm90
+from zhilight.kernels.gemm_sm90_tiles import FEW_ROWS
 from zhilight.kernels.runtime import Runtime
 
 SWAPPED_TOKENS = 64
@@ -37,12 +39,18 @@ def choose_kernel(m: int, n: int, capability: Capability, *, silu_mul: bool = Fa
     return "gemm_sm90"
 
 
+def adds_as_it_stores(m: int, capability: Capability) -> bool:
+    """Whether `gemm` takes add for as many rows. With fewer, the norm that follows adds for nothing: both wait, not work."""
+    return capability[0] == 9 and m > FEW_ROWS
+
+
 def gemm(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None, silu_mul: bool = False, scale: float = 1.0,
-         overlap: bool = False) -> None:
+         overlap: bool = False, add: bool = False) -> None:
     """Queue out = (x @ weight.T + bias) * scale, or out[:, j] = silu(y[:, 2j]) * y[:, 2j + 1] with y = x @ weight.T + bias.
 
     x [M, K] bf16 or fp16 (rows may be strided), weight [N, K] contiguous, bias [N]; out [M, N], or [M, N / 2] with silu_mul, in
     x's type or float32. N and K are multiples of 8. scale multiplies a float32 out only. Sums are in float32.
+    add: out += the product, where adds_as_it_stores.
     overlap: programmatic dependent launch (Hopper; ignored elsewhere): weights are fetched while the kernel before still runs.
     Raises ShapeError naming the argument.
     """
@@ -50,11 +58,13 @@ def gemm(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None, silu
     size = out.dtype.itemsize
     kernel = choose_kernel(m, n, runtime.capability, silu_mul=silu_mul, wide=out.dtype == float32,
                            aligned=out.address % 16 == 0 and out.strides[0] * size % 16 == 0)
+    if add and kernel != "gemm_sm90":
+        raise ShapeError(f"gemm: {kernel}, which serves {m} rows here, cannot add to out; ask adds_as_it_stores.")
     if kernel == "gemm_small":
         gemm_small.gemm_small(runtime, x, weight, out, bias, silu_mul, scale, overlap)
     elif kernel == "gemm_swapped":
         gemm_swapped.gemm_swapped(runtime, x, weight, out, bias, silu_mul, scale, overlap)
     elif kernel == "gemm_sm90":
-        gemm_sm90(runtime, x, weight, out, bias, silu_mul, overlap, scale)
+        gemm_sm90(runtime, x, weight, out, bias, silu_mul, overlap, scale, add=add)
     else:
         gemm_sm80.gemm_sm80(runtime, x, weight, out, bias, silu_mul, scale, overlap)

@@ -2,7 +2,8 @@
 
 x [M, K] and weight [N, K] bf16 or fp16, rows contiguous, rows of x may be strided; sums in float32. out [M, N] in x's type, or
 float32 times `scale` (logits). With silu_mul, out [M, N / 2] = silu(y[:, 0::2]) * y[:, 1::2]: gate and up rows lie
-interleaved in weight. N and K are multiples of 8 (N of 16 with silu_mul), M is any number up to 2^20.
+interleaved in weight. With add, out += y: y and the sum are each rounded to out's type, as by an addition of its own. N and K
+are multiples of 8 (N of 16 with silu_mul), M is any number up to 2^20.
 
 A block computes tiles of 128 x tile_n: one producer thread feeds a ring of shared-memory stages (64 of K each) through the
 bulk tensor copy engine, two consumer warpgroups of 64 rows each issue wgmma, mbarriers hand the stages over. The grid is
@@ -14,8 +15,9 @@ persistent, tiles in bands that share rows and columns in L2. Work is spread ove
 Results are the same bits from run to run.
 
 Rows are cut so that the LAST row tile ends at row M, and the first ones start at row 0 where they would start before it:
-they then overlap, and both write the same bits. So from 128 rows on nothing sticks out, no tensor map depends on M, and a
-step of any size finds its maps made. (The copy engine could clip rows before 0 on loads, but not on stores.)
+they then overlap, and both write the same bits (with add, one of them adds zeros). So from 128 rows on nothing sticks out, no
+tensor map depends on M, and a step of any size finds its maps made. (The copy engine could clip rows before 0 on loads, but
+not on stores.)
 
 overlap (programmatic dependent launch): the first stages' weights are fetched before griddepcontrol.wait, x after it.
 
@@ -102,7 +104,8 @@ def place(t, rows, columns, band):
 
 
 @kernel_factory
-def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, overlap: bool) -> Kernel:
+def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, overlap: bool,
+                     add: bool = False) -> Kernel:
     """The arguments are those of gemm_sm90. Rank in a cluster: ((part of K) * share_x + column) * share_weight + row."""
     tile_n, share_w, share_x, split = tile.columns, tile.share_weight, tile.share_x, tile.split
     band, resident = tile.band, tile.resident
@@ -119,7 +122,7 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
     descriptor = shared_tensor_descriptor(1024)
     multiply = wgmma_shared(tile_n, dtype)
     zero = zeros(tile_n)
-    store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, buffers)
+    store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, buffers, add)
     scatter = epilogue.scatter(tile_n, split, share)
     gather = epilogue.gather(tile_n, split)
     wait_one, wait_all, wait_stored = wgmma_wait(1), wgmma_wait(0), bulk_wait_read(0)
@@ -279,7 +282,9 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                     step += i32(1)
                 wait_all()
                 free(empty + u32(previous) * u32(8), peer)
-                row = max(top + row_tile * i32(share_w * ROWS), i32(0)) + warp * i32(epilogue.ROWS)
+                first_row = top + row_tile * i32(share_w * ROWS)
+                row = max(first_row, i32(0)) + warp * i32(epilogue.ROWS)
+                limit = first_row + i32(ROWS)
                 column = (column_tile * i32(share_x) + x_place) * i32(out_columns * split)
                 if split > 1:
                     cluster_arrive()
@@ -287,10 +292,10 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                     scatter(acc, base, u32(rank), u32(tid))
                     cluster_arrive()
                     cluster_wait()
-                    store(gather(base, u32(tid)), slabs, lane, out, column + part * i32(out_columns), row,
+                    store(gather(base, u32(tid)), slabs, lane, out, column + part * i32(out_columns), row, limit,
                           address(bias_values), n, scale)
                 else:
-                    store(acc, slabs, lane, out, column, row, address(bias_values), n, scale)
+                    store(acc, slabs, lane, out, column, row, limit, address(bias_values), n, scale)
                 t += tile_step
             wait_stored()
         if split > 1:
@@ -308,19 +313,19 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
 
 
 def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, silu_mul: bool = False, overlap: bool = False,
-              scale: float = 1.0, tile: Tile | None = None) -> None:
-    """Queue out = x @ weight.T (+ bias), see the module.
+              scale: float = 1.0, tile: Tile | None = None, add: bool = False) -> None:
+    """Queue out = x @ weight.T (+ bias), or out += that with add, see the module.
 
     x [M, K], weight [N, K], bias [N], out [M, N] or [M, N / 2] with silu_mul. scale multiplies a float32 out.
     overlap: launch as a programmatic dependent of the kernel before. tile: instead of choose_tile's.
     Raises ShapeError for shapes, strides or types that the kernel does not take.
     """
-    _check(x, weight, out, bias, silu_mul, scale)
+    _check(x, weight, out, bias, silu_mul, scale, add)
     (m, k), n = x.shape, weight.shape[0]
     if m == 0:
         return
     found, grid, x_box, weight_box, out_box, pitch = _plan(
-        m, n, k, runtime.multiprocessors, x.dtype, out.dtype, bias is not None, silu_mul, overlap, tile)
+        m, n, k, runtime.multiprocessors, x.dtype, out.dtype, bias is not None, silu_mul, overlap, add, tile)
     size, out_size = x.dtype.bits // 8, out.dtype.bits // 8
     rows = MAX_ROWS if m >= ROWS else m
     found.launch(
@@ -333,16 +338,17 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
 
 @lru_cache(maxsize=1 << 14)
 def _plan(m: int, n: int, k: int, multiprocessors: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool,
-          overlap: bool, tile: Tile | None) -> tuple[Kernel, int, tuple[int, int], tuple[int, int], tuple[int, int], int]:
+          overlap: bool, add: bool, tile: Tile | None,
+          ) -> tuple[Kernel, int, tuple[int, int], tuple[int, int], tuple[int, int], int]:
     """The kernel, its grid, the boxes of the maps of x, weight and out, and the bytes of a row of out's."""
     tile = tile or choose_tile(m, n, k, multiprocessors, silu_mul)
     pitch = epilogue.slab_bytes((tile.columns // 2 if silu_mul else tile.columns) // tile.split, out_dtype)
-    return (gemm_sm90_kernel(tile, dtype, out_dtype, bias, silu_mul, overlap), tile.grid(m, n, multiprocessors),
+    return (gemm_sm90_kernel(tile, dtype, out_dtype, bias, silu_mul, overlap, add), tile.grid(m, n, multiprocessors),
             (ROWS // tile.share_x, STEP), (tile.columns // tile.share_weight, STEP),
             (epilogue.ROWS, pitch // out_dtype.itemsize), pitch)
 
 
-def _check(x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool, scale: float) -> None:
+def _check(x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool, scale: float, add: bool) -> None:
     (m, k), (n, weight_k) = x.shape, weight.shape
     columns = n // 2 if silu_mul else n
     problem = None
@@ -352,6 +358,8 @@ def _check(x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool, scale: floa
         problem = f"out is {out.dtype}; it must be {x.dtype}" + ("" if silu_mul else " or float32")
     elif scale != 1.0 and out.dtype != float32:
         problem = f"scale is {scale}; only a float32 out is scaled, out is {out.dtype}"
+    elif add and (silu_mul or out.dtype == float32):
+        problem = f"add is for plain outputs in x's type; out is {out.dtype}, silu_mul {silu_mul}"
     elif weight_k != k:
         problem = f"weight is {list(weight.shape)}; x {list(x.shape)} needs K = {k}"
     elif k % 8 or k < 8 or n % (16 if silu_mul else 8):
@@ -374,6 +382,8 @@ def catalogue() -> Iterator[Kernel]:
     for tile in (wide, shared, split, Tile(160), Tile(112, share_weight=2, share_x=4), Tile(128, split=2)):
         yield gemm_sm90_kernel(tile, bfloat16, bfloat16, False, False, True)
     yield gemm_sm90_kernel(wide, float16, float16, False, False, True)
+    for tile in (wide, Tile(176), split):
+        yield gemm_sm90_kernel(tile, bfloat16, bfloat16, False, False, True, True)
     for tile in (wide, shared):
         yield gemm_sm90_kernel(tile, bfloat16, bfloat16, False, True, True)
     yield gemm_sm90_kernel(wide, bfloat16, bfloat16, True, True, False)

@@ -3,7 +3,8 @@
 Each warp works alone on its 16 rows: bias, silu(gate) * up or a scale in registers, conversion, then slabs of 16 rows x 128
 bytes through its own piece of shared memory (written with stmatrix, in the swizzled order that the copy engine expects, free
 of bank conflicts) and bulk tensor stores, which clip what passes the last row or column and write whole sectors. Two slabs
-a warp: one is written while the engine still reads the other.
+a warp: one is written while the engine still reads the other. To add to the output (the residual stream) the copy engine
+adds in L2 instead of storing; what two tiles or slabs both cover is zero in one of them.
 
 split-K: `scatter` and `gather` add the partial sums of the blocks of a cluster through distributed shared memory, always in
 the order of their ranks, so results do not change from run to run.
@@ -39,24 +40,29 @@ def slab_starts(columns: int, out_dtype: DType) -> list[int]:
 
 
 @functools.cache
-def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, buffers: int):
-    """The intrinsic (accumulator(columns), staging, lane, out map, column, row, bias, n, scale) -> nothing.
+def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, buffers: int, add: bool = False):
+    """The intrinsic (accumulator(columns), staging, lane, out map, column, row, limit, bias, n, scale) -> nothing.
 
     staging: shared address of the warp's `buffers` slabs of 2 KB, a multiple of 1024. column, row: of the warp's first
     output value, not negative. bias: address of bias[0], n its length (both unused without bias).
-    scale: multiplies float32 outputs.
+    scale: multiplies float32 outputs. add: out += in 16 bits, for rows before `limit` (unused without add).
     """
     out_columns = columns // 2 if silu_mul else columns
     pitch = slab_bytes(out_columns, out_dtype)
     starts = slab_starts(out_columns, out_dtype)
     slab = pitch // out_dtype.itemsize
     kind = accumulator(columns)
+    if add and (silu_mul or out_dtype == float32):
+        raise ValueError("only plain 16-bit outputs are added to")
+    copy = "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile" if add else "cp.async.bulk.tensor.2d.global.shared::cta"
 
     @intrinsic
-    def store(typingctx, acc, staging, lane, out, column, row, bias_address, n, scale):
+    def store(typingctx, acc, staging, lane, out, column, row, limit, bias_address, n, scale):
         def generate(context, builder, signature, arguments):
-            emit = _Emitter(builder, arguments[0], arguments[8], out_dtype)
-            _, staging, lane, out, column, row, bias_address, n, _ = arguments
+            emit = _Emitter(builder, arguments[0], arguments[9], out_dtype)
+            _, staging, lane, out, column, row, limit, bias_address, n, _ = arguments
+            if add:
+                emit.set_row_limit(lane, row, limit)
             if bias:
                 emit.set_bias(bias_address, builder.mul(column, emit.word(2)) if silu_mul else column, n, lane, dtype)
             base = emit.lane_address(staging, lane, pitch, silu_mul)
@@ -66,21 +72,22 @@ def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mu
                 pending = 0 if index == 0 and len(starts) % buffers else buffers - 1
                 emit.asm(f"cp.async.bulk.wait_group.read {pending}; bar.warp.sync 0xffffffff;", [], [], [])
                 offset = index % buffers * ROWS * 128
+                stored = starts[index - 1] + slab if index else 0
                 for group in range(slab // 8):
                     if silu_mul:
                         emit.silu_group(base, offset, pitch, start // 8 + group, group, odd)
                     elif out_dtype == float32:
                         emit.float_group(base, offset, pitch, start // 8 + group, group)
                     elif group % 2 == 0:
-                        emit.matrix_pair(base, offset, start // 8 + group, group)
+                        emit.matrix_pair(base, offset, start // 8 + group, group, stored // 8 if add else 0)
                 emit.asm("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;", [], [], [])
                 emit.asm("{ .reg .pred p; .reg .u32 s; .reg .s32 c; setp.eq.u32 p, $0, 0; add.u32 s, $1, "
                          f"{offset}; add.s32 c, $3, {start}; "
-                         "@p cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [$2, {c, $4}], [s]; "
+                         f"@p {copy}.bulk_group [$2, {{c, $4}}], [s]; "
                          "@p cp.async.bulk.commit_group; }", [], [lane, staging, out, column, row], [u32, u32, u64, i32, i32])
             return context.get_dummy_value()
 
-        return void(kind, u32, u32, u64, i32, i32, u64, i32, f32), generate
+        return void(kind, u32, u32, u64, i32, i32, i32, u64, i32, f32), generate
 
     return store
 
@@ -95,6 +102,7 @@ class _Emitter:
         self.pack_name = {"bfloat16": "bf16x2", "float16": "f16x2", "float32": None}[out_dtype.name]
         self.bias: tuple | None = None
         self.loaded: dict[int, list] = {}
+        self.masks: list | None = None
 
     def asm(self, text, results, arguments, kinds, memory=True):
         return assemble(self.builder, text, results, arguments, kinds, 0, memory)
@@ -113,6 +121,12 @@ class _Emitter:
             "{ .reg .f16 l, h; mov.b32 {l, h}, t; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }")
         self.bias = (first, n, pointer, widen)
 
+    def set_row_limit(self, lane, row, limit) -> None:
+        """Packed words of rows from `limit` on become zero."""
+        self.masks = [self.asm(f"{{ .reg .u32 t; .reg .s32 r; .reg .pred p; shr.u32 t, $1, 2; add.s32 r, $2, t; "
+                               f"add.s32 r, r, {8 * half}; setp.lt.s32 p, r, $3; selp.u32 $0, 0xffffffff, 0, p; }}",
+                               [u32], [lane, row, limit], [u32, i32, i32], memory=False) for half in range(2)]
+
     def bias_pair(self, j: int) -> list:
         """The two values of accumulator group j, zero past the end; loaded where they are first needed, to save registers."""
         if j not in self.loaded:
@@ -130,6 +144,10 @@ class _Emitter:
     def pack(self, low, high):
         return self.asm(f"cvt.rn.{self.pack_name}.f32 $0, $2, $1;", [u32], [low, high], [f32, f32], memory=False)
 
+    def word_of(self, j: int, half: int):
+        packed = self.pack(self.value(j, half, 0), self.value(j, half, 1))
+        return packed if self.masks is None else self.builder.and_(packed, self.masks[half])
+
     def lane_address(self, staging, lane, pitch: int, silu_mul: bool):
         """The lane's shared address in a slab before the chunk number is xored in. See the module for the layout."""
         swizzle = f"shr.u32 w, r, {128 // pitch // 2}; and.b32 w, w, {pitch // 16 - 1};"
@@ -146,9 +164,9 @@ class _Emitter:
         return self.asm(f"{{ .reg .u32 r, c, w; {text} mad.lo.u32 r, r, {pitch}, $1; add.u32 $0, r, w; }}", [u32],
                         [staging, lane], [u32, u32], memory=False)
 
-    def matrix_pair(self, base, offset: int, j: int, group: int) -> None:
-        """Sixteen columns, from accumulator groups j and j + 1, as one stmatrix."""
-        words = [self.pack(self.value(j + q // 2, q % 2, 0), self.value(j + q // 2, q % 2, 1)) for q in range(4)]
+    def matrix_pair(self, base, offset: int, j: int, group: int, first: int) -> None:
+        """Sixteen columns, from accumulator groups j and j + 1, as one stmatrix; zeros for groups before `first`."""
+        words = [self.word_of(j + q // 2, q % 2) if j + q // 2 >= first else self.word(0) for q in range(4)]
         self.asm(f"{{ .reg .u32 a; xor.b32 a, $0, {16 * group}; "
                  f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [a+{offset}], {{$1,$2,$3,$4}}; }}", [], [base, *words], [u32] * 5)
 

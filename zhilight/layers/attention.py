@@ -22,9 +22,18 @@ class Attention(Module):
         self.output = Linear({f"{name}.o_proj": config.hidden_size}, q_size, config.output_bias, Shard.COLUMNS)
         self.rotary = rotary
 
-    def forward(self, step: Step, hidden: Array, kv_cache: Array, out: Array | None = None) -> Array:
-        """hidden [tokens, hidden_size] -> the same shape; writes this step's K and V into kv_cache."""
+    def forward(self, step: Step, hidden: Array, kv_cache: Array, out: Array | None = None, add_to: Array | None = None,
+                at_ends: bool = False) -> Array | None:
+        """hidden [tokens, hidden_size] -> the same shape; writes this step's K and V into kv_cache.
+
+        at_ends: K and V of all tokens, but the result of step.logit_rows alone. out and add_to as in `Linear`.
+        """
+        ops, heads = self.ops, (self.num_heads, self.num_kv_heads)
         qkv = self.qkv(hidden)
-        self.ops.rotary_and_cache(qkv, step, self.rotary.cos_sin.array, kv_cache, self.num_heads, self.num_kv_heads)
-        context = self.ops.attention(qkv, step, kv_cache, self.num_heads, self.num_kv_heads, self.scale, self.window)
-        return self.output(context, out=out)
+        ops.rotary_and_cache(qkv, step, self.rotary.cos_sin.array, kv_cache, *heads)
+        if at_ends:
+            qkv = ops.gather_rows(qkv, step.logit_rows)
+            context = ops.attention_at_ends(qkv, step, kv_cache, *heads, self.scale, self.window)
+        else:
+            context = ops.attention(qkv, step, kv_cache, *heads, self.scale, self.window)
+        return self.output(context, out, add_to)

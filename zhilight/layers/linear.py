@@ -27,9 +27,15 @@ class Linear(Module):
             bias_shard = Shard.ROWS if shard is Shard.ROWS else Shard.NONE
             self.bias = Parameter((total,), [Part(f"{name}.bias", rows[name]) for name in outputs], shard=bias_shard)
 
-    def forward(self, x: Array, out: Array | None = None) -> Array:
-        """x [tokens, in_features] -> [tokens, out_features]."""
-        return self.ops.linear(x, self.weight.array, self.bias.array if self.bias else None, out=out)
+    def forward(self, x: Array, out: Array | None = None, add_to: Array | None = None) -> Array | None:
+        """x [tokens, in_features] -> [tokens, out_features]; or, with add_to of that shape, None once it is added there.
+
+        What is not None is yet to be added: not every kernel can (`Ops.linear_add`).
+        """
+        bias = self.bias.array if self.bias else None
+        if add_to is not None:
+            return self.ops.linear_add(x, self.weight.array, add_to, bias, out=out)
+        return self.ops.linear(x, self.weight.array, bias, out=out)
 
 
 class GatedLinear(Module):

@@ -14,6 +14,6 @@ class GatedMLP(Module):
         self.gate_up = GatedLinear(f"{name}.gate_proj", f"{name}.up_proj", hidden_size, intermediate_size, bias)
         self.down = Linear({f"{name}.down_proj": hidden_size}, intermediate_size, bias, Shard.COLUMNS)
 
-    def forward(self, x: Array, out: Array | None = None) -> Array:
-        """x [tokens, hidden_size] -> [tokens, hidden_size]."""
-        return self.down(self.gate_up(x), out=out)
+    def forward(self, x: Array, out: Array | None = None, add_to: Array | None = None) -> Array | None:
+        """x [tokens, hidden_size] -> [tokens, hidden_size]; out and add_to as in `Linear`."""
+        return self.down(self.gate_up(x), out, add_to)

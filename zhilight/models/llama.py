@@ -27,13 +27,19 @@ class LlamaLayer(Module):
         self.post_norm = RMSNorm(f"{name}.post_attention_layernorm", *norm)
         self.mlp = GatedMLP(f"{name}.mlp", config.hidden_size, config.intermediate_size, config.mlp_bias)
 
-    def forward(self, step: Step, block: Array | None, residual: Array, kv_cache: Array, out: Array) -> Array:
-        """block: what the block before gave, not yet in residual (None before the first). Both [tokens, hidden_size].
+    def forward(self, step: Step, block: Array | None, residual: Array, kv_cache: Array, out: Array,
+                ends: Array | None = None) -> Array | None:
+        """block: what the block before gave and is not yet in residual; None when nothing is. Both [tokens, hidden_size].
 
-        The result goes to `out`, which may be `block` itself.
+        The result, if it is not in residual, goes to `out`, which may be `block` itself.
+        ends [R, hidden_size]: go on with the residual of step.logit_rows alone from attention on, and leave it there.
         """
-        block = self.attention(step, self.input_norm(block, add_to=residual), kv_cache, out=out)
-        return self.mlp(self.post_norm(block, add_to=residual), out=out)
+        hidden = self.input_norm(block, add_to=residual)
+        if ends is not None:
+            residual, out = self.ops.gather_rows(residual, step.logit_rows, out=ends), out[: ends.shape[0]]
+        add_to = residual if self.input_norm.residual_scale == 1 else None
+        block = self.attention(step, hidden, kv_cache, out, add_to, at_ends=ends is not None)
+        return self.mlp(self.post_norm(block, add_to=residual), out, add_to)
 
 
 class Llama(Model):
@@ -51,9 +57,18 @@ class Llama(Model):
             self.ignored_tensors = (*self.ignored_tensors, r"lm_head\.weight$")
 
     def hidden_states(self, step: Step, kv_cache: list[Array]) -> Array:
+        ops, rows = self.ops, step.logit_rows
         residual = self.embed(step.token_ids)
-        out, block = self.ops.empty(residual.shape), None
+        out, block, ends = ops.empty(residual.shape), None, None
+        everyone = step.logits_at_ends and rows.shape[0] == step.num_tokens
+        if step.logits_at_ends and 0 < rows.shape[0] < step.num_tokens:
+            # the last layer computes K and V for all, and the rest for these few
+            ends = ops.empty((rows.shape[0], residual.shape[1]))
         for layer, cache in zip(self.layers, kv_cache, strict=True):
-            with self.ops.scope():  # a layer's workspace serves the next one
-                block = layer(step, block, residual, cache, out)
+            with ops.scope():  # a layer's workspace serves the next one
+                block = layer(step, block, residual, cache, out, ends if layer is self.layers[-1] else None)
+        if ends is not None:
+            residual = ends
+        elif not everyone:
+            residual, block = ops.gather_rows(residual, rows), None if block is None else ops.gather_rows(block, rows)
         return self.norm(block, add_to=residual)

@@ -20,10 +20,10 @@ class Model(Module):
     ignored_tensors: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq$", r".*\.attention\.masked_bias$")
 
     def hidden_states(self, step: Step, kv_cache: list[Array]) -> Array:
-        """After the final norm, [tokens, hidden_size]. kv_cache: one array a layer, which this step's K and V go to."""
+        """Of the rows that want logits, after the final norm: [R, hidden_size]. kv_cache: one array a layer, which this step's
+        K and V go to."""
         raise TypeError(f"{type(self).__name__} does not give hidden states.")
 
     def forward(self, step: Step, kv_cache: list[Array]) -> Array:
         """Logits of the rows that want them, [R, vocab_size] float32."""
-        hidden = self.hidden_states(step, kv_cache)
-        return self.head(self.ops.gather_rows(hidden, step.logit_rows))
+        return self.head(self.hidden_states(step, kv_cache))

@@ -39,6 +39,7 @@ class Step:
     query_start  : [S + 1] int32, first row of each sequence's tokens, and T
     logit_rows   : [R] int32, rows whose logits are wanted
     The plain numbers are on the host: they choose kernels and grids.
+    logits_at_ends: whether logit_rows are the last tokens of the first R sequences, so that the last layer needs no others
     """
 
     token_ids: Array
@@ -53,6 +54,7 @@ class Step:
     num_sequences: int
     max_query_len: int
     max_context_len: int
+    logits_at_ends: bool
     host_query_start: np.ndarray
     """[S + 1] int32 on the host."""
     host_context_lens: np.ndarray
@@ -187,6 +189,12 @@ class Ops(ABC):
     def linear(self, x: Array, weight: Array, bias: Array | None = None, out: Array | None = None) -> Array:
         """out = x @ weight.T + bias.  x [T, K] (rows may be strided), weight [N, K], bias [N] -> [T, N]."""
 
+    def linear_add(self, x: Array, weight: Array, residual: Array, bias: Array | None = None,
+                   out: Array | None = None) -> Array | None:
+        """residual += linear(x, weight, bias) and None, where the product's kernel can add as it stores; elsewhere the product,
+        which the caller has yet to add.  residual [T, N], contiguous."""
+        return self.linear(x, weight, bias, out=out)
+
     @abstractmethod
     def linear_silu_mul(self, x: Array, weight: Array, bias: Array | None = None, out: Array | None = None) -> Array:
         """out[:, j] = silu(y[:, 2j]) * y[:, 2j + 1] with y = x @ weight.T + bias: gate and up rows interleaved.
@@ -238,6 +246,12 @@ class Ops(ABC):
         h // (Hq / Hkv). A token at position p sees keys max(0, p - window + 1) .. p. soft_cap c: s -> c * tanh(s / c),
         after `scale`. Softmax in float32. The first `num_decodes` sequences have one token each.
         """
+
+    @abstractmethod
+    def attention_at_ends(self, qkv: Array, step: Step, kv_cache: Array, num_heads: int, num_kv_heads: int, scale: float,
+                          window: int | None = None, soft_cap: float | None = None, out: Array | None = None) -> Array:
+        """As `attention`, of the last token of each of the first R sequences alone.  qkv [R, (Hq + 2 Hkv) * D] ->
+        [R, Hq * D]."""
 
     # ---- sampling ---------------------------------------------------------------------------------------------
 
@@ -296,3 +310,8 @@ class StepArrays:
     """[F] int32 rows of token_ids whose token is still on the device."""
     feed_sources: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     """[F] int32 rows of the last step's sampled tokens that they take."""
+
+    @property
+    def logits_at_ends(self) -> bool:
+        rows = len(self.logit_rows)
+        return bool(np.array_equal(self.logit_rows, self.query_start[1 : rows + 1] - 1))

@@ -176,10 +176,19 @@ class CpuOps(Ops):
         queries = _heads(qkv, num_heads, num_kv_heads, kv_cache)[:, :num_heads]
         out = self._out(out, (step.num_tokens, num_heads * kv_cache.shape[4]))
         result = out.reshape(queries.shape)
-        if step.num_decodes:
-            decode_attention(queries, step, kv_cache, scale, window, soft_cap, result)
+        decodes = step.num_decodes
+        if decodes:
+            decode_attention(queries[:decodes], step, kv_cache, scale, window, soft_cap, result[:decodes])
         for sequence in range(step.num_decodes, step.num_sequences):
             prefill_attention(queries, step, sequence, kv_cache, scale, window, soft_cap, result, self._threads)
+        return out
+
+    def attention_at_ends(self, qkv: np.ndarray, step: Step, kv_cache: np.ndarray, num_heads: int, num_kv_heads: int,
+                          scale: float, window: int | None = None, soft_cap: float | None = None,
+                          out: np.ndarray | None = None) -> np.ndarray:
+        queries = _heads(qkv, num_heads, num_kv_heads, kv_cache)[:, :num_heads]
+        out = self._out(out, (len(qkv), num_heads * kv_cache.shape[4]))
+        decode_attention(queries, step, kv_cache, scale, window, soft_cap, out.reshape(queries.shape))
         return out
 
     # ---- sampling ---------------------------------------------------------------------------------------------
@@ -217,6 +226,7 @@ class CpuOps(Ops):
             num_sequences=context_lens.shape[0],
             max_query_len=int(np.diff(query_start).max(initial=0)),
             max_context_len=int(context_lens.max(initial=0)),
+            logits_at_ends=arrays.logits_at_ends,
             host_query_start=query_start,
             host_context_lens=context_lens,
         )

@@ -20,10 +20,10 @@ _NEVER = np.float32(-np.inf)
 
 def decode_attention(queries: np.ndarray, step: Step, kv_cache: np.ndarray, scale: float, window: int | None,
                      soft_cap: float | None, out: np.ndarray) -> None:
-    """The first `num_decodes` sequences, one query each. Sequences of like length share one batched product."""
+    """The last token of each of the first len(queries) sequences. Those of like length share one batched product."""
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
-    context_lens = step.host_context_lens[:step.num_decodes]
-    out[:step.num_decodes][context_lens == 0] = 0
+    context_lens = step.host_context_lens[:len(queries)]
+    out[context_lens == 0] = 0
     order = np.argsort(context_lens, kind="stable")
     order = order[context_lens[order] > 0]
     start = 0

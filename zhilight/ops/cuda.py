@@ -22,7 +22,7 @@ from zhilight.errors import ConfigError, DeviceError, ShapeError
 from zhilight.kernels import activation, embedding, logprobs, norm, rotary, sampling
 from zhilight.kernels.attention_decode import attention_decode
 from zhilight.kernels.attention_prefill import attention_prefill
-from zhilight.kernels.gemm import gemm
+from zhilight.kernels.gemm import adds_as_it_stores, gemm
 from zhilight.kernels.runtime import Runtime
 from zhilight.ops.base import Fetch, Ops, SampleResult, SamplingBatch, Step, StepArrays
 from zhilight.ops.staging import Fetcher, Staging
@@ -160,6 +160,13 @@ class CudaOps(Ops):
         gemm(self.runtime, x, weight, out, bias, overlap=self.overlap)
         return out
 
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None,
+                   out: Tensor | None = None) -> Tensor | None:
+        if adds_as_it_stores(x.shape[0], self.runtime.capability):
+            gemm(self.runtime, x, weight, residual, bias, add=True, overlap=self.overlap)
+            return None
+        return self.linear(x, weight, bias, out)
+
     def linear_silu_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         out = self.empty((x.shape[0], weight.shape[0] // 2)) if out is None else out
         gemm(self.runtime, x, weight, out, bias, silu_mul=True, overlap=self.overlap)
@@ -203,12 +210,20 @@ class CudaOps(Ops):
         out = self.empty((qkv.shape[0], num_heads * head_dim)) if out is None else out
         decodes = step.num_decodes
         if decodes:
-            attention_decode(self.runtime, qkv[:decodes], kv_cache, step.block_tables, step.context_lens, out[:decodes],
-                             decodes, num_heads, num_kv_heads, scale, step.max_context_len, window, soft_cap, self.overlap)
+            self.attention_at_ends(qkv[:decodes], step, kv_cache, num_heads, num_kv_heads, scale, window, soft_cap,
+                                   out[:decodes])
         if step.num_prefills:
             attention_prefill(self.runtime, qkv, kv_cache, step.block_tables, step.context_lens, step.query_start, out, decodes,
                               step.num_prefills, step.host_query_start, step.host_context_lens, num_heads, num_kv_heads, scale,
                               window, soft_cap, self.overlap)
+        return out
+
+    def attention_at_ends(self, qkv: Tensor, step: Step, kv_cache: Tensor, num_heads: int, num_kv_heads: int, scale: float,
+                          window: int | None = None, soft_cap: float | None = None, out: Tensor | None = None) -> Tensor:
+        rows = qkv.shape[0]
+        out = self.empty((rows, num_heads * kv_cache.shape[4])) if out is None else out
+        attention_decode(self.runtime, qkv, kv_cache, step.block_tables, step.context_lens, out, rows, num_heads, num_kv_heads,
+                         scale, step.max_context_len, window, soft_cap, self.overlap)
         return out
 
     # ---- sampling ---------------------------------------------------------------------------------------------
@@ -294,6 +309,7 @@ class PackedStep:
             num_sequences=len(arrays.context_lens),
             max_query_len=int(lengths.max(initial=0)),
             max_context_len=self.max_context_len or int(arrays.context_lens.max(initial=0)),
+            logits_at_ends=arrays.logits_at_ends,
             host_query_start=arrays.query_start,
             host_context_lens=arrays.context_lens,
         )
