@@ -32,3 +32,13 @@ def test_products_of_the_demo_model(runtime, m, product):
     }[product]
     overlap = runtime.capability[0] >= 9
     assert_case(functools.partial(gemm, overlap=overlap), runtime, case, seed=m)
+
+
+def test_a_runtime_after_another():
+    """The maps of the second one lie where no map of the first was, whatever memory the allocator hands out again."""
+    for m, seed in ((200, 1), (90, 2), (333, 3)):
+        runtime = make_runtime()
+        for n, k in ((576, 576), (1160, 520), (272, 136)):
+            assert_case(gemm, runtime, Case(m + seed * n // 8, n, k), seed=seed)
+        torch.cuda.synchronize()
+        del runtime

@@ -425,9 +425,6 @@ def compile_each(wanted: Sequence[tuple[Kernel, Sequence[Capability]]], jobs: in
 
     Shows a progress bar on standard error when `progress` and it is a terminal.
     """
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
     from tqdm import tqdm
 
     results: list[list[CompileResult]] = []
@@ -442,8 +439,9 @@ def compile_each(wanted: Sequence[tuple[Kernel, Sequence[Capability]]], jobs: in
     if missing:
         from concurrent.futures import as_completed
 
-        # spawn: a fork would copy a live CUDA context and numba's locks
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        from zhilight.driver.compile_workers import CompileWorkers
+
+        with CompileWorkers(jobs) as pool:
             running = {pool.submit(_compile_in_worker, wanted[i][0].call, tuple(wanted[i][1])): i for i in missing}
             bar = tqdm(as_completed(running), total=len(running), unit="kernel", disable=None if progress else True,
                        desc=f"Compiling kernels for {' '.join(sorted({architecture(c) for _, each in wanted for c in each}))}")

@@ -54,6 +54,8 @@ class Tile:
 COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 """Widths of tiles. Each one that a weight takes is compiled; see tiles_of."""
 FEW_ROWS = 2 * ROWS
+SHORT_LOAD_ROWS = 2048
+"""Up to as many rows a step is over before the card is warm."""
 MANY_ROWS = (512, 1024, 2048, 4096, 8192)
 """Rows that a weight's tiles are chosen for; engine/warmup.py compiles these."""
 
@@ -74,11 +76,13 @@ MEASURED = {
 def candidates(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = False) -> list[Tile]:
     """What is worth a look at this shape.
 
-    With many rows a block alone is as good as clusters (measured: within 2 % at M >= 512), so only the width is left to choose.
+    With many rows a block alone is as fast as clusters on a cool card (measured: within 2 % at M >= 512), so only the width is
+    left to choose; but from thousands of rows on the card's power decides, and pairs that share their weights' tiles take less.
     With few rows, tiles are too few for the machine or too narrow for wgmma unless blocks split K, and sharing saves L2 reads.
     """
     if m > FEW_ROWS:
-        return [Tile(columns) for columns in COLUMNS if columns >= 112]
+        alone = [Tile(columns) for columns in COLUMNS if columns >= 112]
+        return [*alone, Tile(256, share_weight=2)] if m > SHORT_LOAD_ROWS else alone
     found = []
     unit = 16 if silu_mul else 8
     for columns in COLUMNS:
@@ -97,7 +101,8 @@ def predicted(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float
     """Microseconds, about: a model whose constants are fitted to 600 timings on one H200 (mean error 5 %).
 
     whole: waves of tiles; a stage costs its wgmma's cycles at 1.5 GHz, or 0.23 us where tiles are narrow. load: all stages
-    through L2. power: the operations themselves at the rate that the card's power allows. memory: the weights. These overlap,
+    through L2. power: the operations themselves at the rate that the card's power allows (measured under a load of seconds:
+    664 TFLOP/s in pairs, 640 alone, bench/kernels/gemm_sustained.py). memory: the weights. These overlap,
     the first three almost fully. Split K adds its exchange at the end; large clusters wait for their slowest block.
     """
     waves = -(-tile.count(m, n) // tile.at_once(multiprocessors))
@@ -106,7 +111,7 @@ def predicted(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float
     whole = waves * (steps * stage + 3.0) * (1.07 if tile.cluster > 2 else 1.0)
     blocks = tile.count(m, n) * tile.cluster
     load = blocks * steps * (ROWS * tile.share_x**-0.16 + tile.columns * tile.share_weight**-0.16) * 128 / 10.6e6
-    power = m * n / (multiprocessors * ROWS) * -(-k // 64) * 4 * 0.715e-3
+    power = m * n / (multiprocessors * ROWS) * -(-k // 64) * 4 * (0.715e-3 if tile.share_weight == 1 else 0.69e-3)
     memory = 2 * n * k / 4.14e6
     inside = (whole**6.8 + load**6.8 + power**6.8) ** (1 / 6.8)
     exchange = 0.6 + 0.03 * tile.columns * (tile.split - 1) / tile.split if tile.split > 1 else 0.0
@@ -121,7 +126,8 @@ def choose_tile(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = F
     is one tile each, and above them a weight has the few that are best at powers of two, up to 2048 or beyond.
     """
     if m > FEW_ROWS:
-        among = {_best(size, n, k, multiprocessors, silu_mul) for size in MANY_ROWS if size <= 2048 or m > 2048}
+        among = {_best(size, n, k, multiprocessors, silu_mul) for size in MANY_ROWS
+                 if size <= SHORT_LOAD_ROWS or m > SHORT_LOAD_ROWS}
         return min(sorted(among, key=lambda tile: -tile.columns), key=lambda tile: predicted(tile, m, n, k, multiprocessors))
     return _best(ROWS if m <= ROWS else FEW_ROWS, n, k, multiprocessors, silu_mul)
 

@@ -3,11 +3,16 @@
 One Runtime a device and stream. Everything it hands out has an address that never moves, so captured graphs stay valid:
 scratch is one buffer that each operation reuses (operations of a stream follow each other), counters are zero between
 launches (a kernel that uses them leaves them at zero), tensor maps are made once for equal arguments.
+
+The memory of tensor maps is the process's and is never given back. Multiprocessors keep the maps that they have read, and
+nothing but a fence in every kernel would tell them that another one has taken an address: a second Runtime in a process, whose
+maps lay where those of the first had been, wrote through the old ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from zhilight.driver.compiler import Capability
@@ -15,8 +20,11 @@ from zhilight.driver.dtype import DType
 from zhilight.errors import OutOfMemory, ShapeError
 
 MAX_TENSOR_MAPS = 1 << 16
-"""More than the operations of one engine can ask for: its workspace has few different addresses (ops/cuda.py)."""
+"""Of one device, in the life of a process. An engine makes some hundreds: its workspace has few different addresses
+(ops/cuda.py)."""
 TENSOR_MAP_BYTES = 128
+MAPS_AT_ONCE = 1 << 14
+"""Tensor maps whose memory is taken from the driver together: 2 MiB."""
 COUNTERS = 1 << 16
 ZEROS_BYTES = 8 << 20
 
@@ -36,7 +44,6 @@ class Runtime:
         self.scratch_bytes = scratch_bytes
         self._scratch = allocate(scratch_bytes)
         self._counters = allocate(COUNTERS * 4)
-        self._map_memory = allocate(MAX_TENSOR_MAPS * TENSOR_MAP_BYTES)
         self._zeros = allocate(ZEROS_BYTES)
         self._zero(self._counters, COUNTERS)
         self._zero(self._zeros, ZEROS_BYTES // 4)
@@ -86,8 +93,6 @@ class Runtime:
 
         from zhilight.driver.device import check
 
-        if len(self._maps) == MAX_TENSOR_MAPS:
-            raise OutOfMemory(f"more than {MAX_TENSOR_MAPS} tensor maps; a caller makes a new one each step.")
         if address % 16 or any(s % 16 for s in strides):
             raise ShapeError("the bulk copy engine needs an address and strides that are multiples of 16 bytes, got "
                              f"{address:#x} and {strides}")
@@ -106,7 +111,10 @@ class Runtime:
         import numpy as np
 
         host = np.array([int(word) for word in tensor_map.opaque], dtype=np.uint64)
-        target = self._map_memory + len(self._maps) * TENSOR_MAP_BYTES
+        context = int(check(driver.cuCtxGetCurrent(), "cuCtxGetCurrent"))
+        target = next(_map_addresses(context), None)
+        if target is None:
+            raise OutOfMemory(f"more than {MAX_TENSOR_MAPS} tensor maps; a caller makes a new one each step.")
         # the copy returns when the bytes are staged; only the wait makes sure that the map is in place before any kernel that
         # is queued after this call, on whatever stream
         check(driver.cuMemcpyHtoD(target, host.ctypes.data, TENSOR_MAP_BYTES), "cuMemcpyHtoD")
@@ -121,3 +129,16 @@ class Runtime:
 
         check(driver.cuMemsetD32Async(address, 0, words, self.stream.handle), "cuMemsetD32Async")
         check(driver.cuStreamSynchronize(self.stream.handle), "cuStreamSynchronize")
+
+
+
+@functools.cache
+def _map_addresses(context: int) -> Iterator[int]:
+    """Where the tensor maps of a context may lie: each address once in the life of the process. See the module."""
+    from cuda.bindings import driver
+
+    from zhilight.driver.device import check
+
+    for _ in range(MAX_TENSOR_MAPS // MAPS_AT_ONCE):
+        base = int(check(driver.cuMemAlloc(MAPS_AT_ONCE * TENSOR_MAP_BYTES), "cuMemAlloc"))
+        yield from range(base, base + MAPS_AT_ONCE * TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)
