@@ -21,21 +21,21 @@ from zhilight.kernels.gemm_sm90 import gemm_sm90, gemm_sm90_kernel
 from zhilight.kernels.gemm_sm90_tiles import Tile, choose_tile
 
 HIDDEN, INTERMEDIATE, QKV = 4096, 14336, 6144
-SHAPES = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)]
+SHAPES = {"qkv": (QKV, HIDDEN), "output": (HIDDEN, HIDDEN), "gate_up": (2 * INTERMEDIATE, HIDDEN),
+          "down": (HIDDEN, INTERMEDIATE)}
+"""N x K."""
 LAYERS = 4
 VARIANTS = {
     "chosen": None,
-    "256 columns": Tile(256),
-    "256, band 4": Tile(256, band=4),
-    "256, band 16": Tile(256, band=16),
-    "256, band 32": Tile(256, band=32),
-    "weights shared by 2": Tile(256, 2),
-    "weights shared by 2, band 4": Tile(256, 2, band=4),
-    "weights shared by 2, band 2": Tile(256, 2, band=2),
-    "x shared by 2": Tile(256, 1, 2),
-    "x shared by 2, band 16": Tile(256, 1, 2, band=16),
-    "192 columns": Tile(192),
-    "128, weights shared by 2": Tile(128, 2),
+    "alone": Tile(256),
+    "alone, band 16": Tile(256, band=16),
+    "pairs share weights": Tile(256, 2),
+    "the same, band 2": Tile(256, 2, band=2),
+    "the same, band 4": Tile(256, 2, band=4),
+    "the same, band 16": Tile(256, 2, band=16),
+    "pairs share x, band 16": Tile(256, 1, 2, band=16),
+    "fours share weights, band 4": Tile(256, 4, band=4),
+    "2 x 2 share both": Tile(256, 2, 2),
 }
 
 
@@ -51,35 +51,31 @@ def layers(m: int) -> list[dict[str, torch.Tensor]]:
 
 def kernels(m: int, multiprocessors: int) -> list[Kernel]:
     """All that the variants launch, to be compiled on all cores at once."""
-    tiles = {tile or choose_tile(m, n, k, multiprocessors) for tile in VARIANTS.values() for n, k in SHAPES}
+    tiles = {tile or choose_tile(m, n, k, multiprocessors) for tile in VARIANTS.values() for n, k in SHAPES.values()}
     return [gemm_sm90_kernel(tile, bfloat16, bfloat16, False, silu_mul, True, add)
             for tile in tiles for silu_mul, add in ((False, False), (True, False), (False, True))]
 
 
-def ours(bench: Bench, layer: dict[str, torch.Tensor], tile: Tile | None) -> Callable[[], None]:
+def ours(bench: Bench, layer: dict[str, torch.Tensor], tile: Tile | None) -> dict[str, Callable[[], None]]:
     v = {name: view(tensor) for name, tensor in layer.items()}
 
-    def run() -> None:
-        gemm_sm90(bench.runtime, v["x"], v["qkv"], v["qkv_out"], overlap=True, tile=tile)
-        gemm_sm90(bench.runtime, v["x"], v["output"], v["residual"], overlap=True, tile=tile, add=True)
-        gemm_sm90(bench.runtime, v["x"], v["gate_up"], v["inner"], silu_mul=True, overlap=True, tile=tile)
-        gemm_sm90(bench.runtime, v["inner"], v["down"], v["residual"], overlap=True, tile=tile, add=True)
+    def product(x: str, weight: str, out: str, **options: bool) -> Callable[[], None]:
+        return lambda: gemm_sm90(bench.runtime, v[x], v[weight], v[out], overlap=True, tile=tile, **options)
 
-    return run
+    return {"qkv": product("x", "qkv", "qkv_out"), "output": product("x", "output", "residual", add=True),
+            "gate_up": product("x", "gate_up", "inner", silu_mul=True), "down": product("inner", "down", "residual", add=True)}
 
 
-def cublas(layer: dict[str, torch.Tensor]) -> Callable[[], None]:
-    def run() -> None:
-        torch.mm(layer["x"], layer["qkv"].T, out=layer["qkv_out"])
-        torch.mm(layer["x"], layer["output"].T, out=layer["residual"])
-        torch.mm(layer["x"], layer["gate_up"].T, out=layer["gate_up_out"])
-        torch.mm(layer["inner"], layer["down"].T, out=layer["residual"])
+def cublas(layer: dict[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
+    def product(x: str, weight: str, out: str) -> Callable[[], None]:
+        return lambda: torch.mm(layer[x], layer[weight].T, out=layer[out])
 
-    return run
+    return {"qkv": product("x", "qkv", "qkv_out"), "output": product("x", "output", "residual"),
+            "gate_up": product("x", "gate_up", "gate_up_out"), "down": product("inner", "down", "residual")}
 
 
 def sustained(bench: Bench, calls: list[Callable[[], None]], seconds: float) -> tuple[float, float, float]:
-    """(milliseconds a layer, MHz, watts) over about that many seconds."""
+    """(milliseconds a call, MHz, watts) over about that many seconds."""
     with torch.cuda.stream(bench.stream):
         for call in calls:
             call()
@@ -93,7 +89,7 @@ def sustained(bench: Bench, calls: list[Callable[[], None]], seconds: float) -> 
             pending.append(bench.stream.record_event())
             if len(pending) > 3:
                 pending.pop(0).synchronize()
-            if count % (8 * len(calls)) == 0:
+            if len(clocks) < (time.perf_counter() - start) * 20:
                 clocks.append(torch.cuda.clock_rate())
                 watts.append(torch.cuda.power_draw() / 1e3)
         bench.stream.synchronize()
@@ -104,18 +100,25 @@ def sustained(bench: Bench, calls: list[Callable[[], None]], seconds: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=0.5, help="a variant and round")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     bench, m = Bench(), options.tokens
     compile_all(kernels(m, bench.runtime.multiprocessors), (9, 0, "a"), progress=False)
     weights = layers(m)
-    operations = 2 * m * HIDDEN * (QKV + HIDDEN + 3 * INTERMEDIATE)
-    runs = {"cuBLAS": [cublas(layer) for layer in weights]}
-    runs |= {name: [ours(bench, layer, tile) for layer in weights] for name, tile in VARIANTS.items()}
-    for calls in runs.values():
-        sustained(bench, calls, 0.05)  # loads the kernels
-    sustained(bench, runs["chosen"], 2.0)
+    made = {"cuBLAS": [cublas(layer) for layer in weights]}
+    made |= {name: [ours(bench, layer, tile) for layer in weights] for name, tile in VARIANTS.items()}
+    sustained(bench, [call for layer in made["chosen"] for call in layer.values()], 2.0)
+    for name, (n, k) in SHAPES.items():
+        runs = {variant: [layer[name] for layer in each] for variant, each in made.items()}
+        measure(bench, f"{name} {n} x {k}", runs, 2 * m * n * k, options)
+    runs = {variant: [call for layer in each for call in layer.values()] for variant, each in made.items()}
+    measure(bench, "a layer", runs, sum(2 * m * n * k for n, k in SHAPES.values()) / len(SHAPES), options)
+
+
+def measure(bench: Bench, what: str, runs: dict[str, list[Callable[[], None]]], operations: float,
+            options: argparse.Namespace) -> None:
+    """operations: of a call, on average."""
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
     for turn in range(options.rounds):
         for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
@@ -123,8 +126,8 @@ def main() -> None:
     for name, found in results.items():
         rates = " ".join(f"{operations / ms / 1e9:6.1f}" for ms, _, _ in found)
         ms, clock, watts = (sum(column) / len(found) for column in zip(*found, strict=True))
-        print(f"{name:28s} {ms:6.3f} ms a layer, {operations / ms / 1e9:6.1f} TFLOP/s ({rates}), {clock:.0f} MHz, "
-              f"{watts:.0f} W")
+        print(f"{what:18s} {name:28s} {operations / ms / 1e9:6.1f} TFLOP/s ({rates}), {clock:.0f} MHz, {watts:.0f} W",
+              flush=True)
 
 
 if __name__ == "__main__":

@@ -51,11 +51,11 @@ def norms(bench: Bench, records: list[Record]) -> None:
 
 
 def rotations(bench: Bench, records: list[Record]) -> None:
-    heads, kv_heads, head_dim, block = 32, 8, 128, 64
-    width = (heads + 2 * kv_heads) * head_dim
+    kv_heads, head_dim, block = 8, 128, 64
     angles = torch.rand(8192, head_dim // 2, device="cuda")
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    for tokens in (1, 256, 8192):
+    for tokens, heads in ((1, 32), (256, 32), (8192, 32), (8192, 64)):
+        width = (heads + 2 * kv_heads) * head_dim
         nbytes = 2 * tokens * width * 2
         sets = []
         for _ in range(copies(nbytes)):
@@ -65,7 +65,7 @@ def rotations(bench: Bench, records: list[Record]) -> None:
             sets.append((random(tokens, width), positions, slots, table, cache))
         times = bench.compare({"ours": [functools.partial(rotary.rotary_and_cache, bench.runtime, *map(view, arrays), heads,
                                                           kv_heads) for arrays in sets]})
-        report(records, "rotary_and_cache", f"{tokens} tokens 32/8/128", nbytes, times)
+        report(records, "rotary_and_cache", f"{tokens} tokens {heads}/8/128", nbytes, times)
 
 
 def elementwise(bench: Bench, records: list[Record]) -> None:
@@ -75,13 +75,14 @@ def elementwise(bench: Bench, records: list[Record]) -> None:
             "ours": [functools.partial(activation.silu_mul, bench.runtime, view(x), view(o)) for x, o in sets],
             "torch": [functools.partial(lambda x: torch.nn.functional.silu(x[:, ::2]) * x[:, 1::2], x) for x, _ in sets]})
         report(records, "silu_mul", f"{tokens}x28672", tokens * 43008 * 2, times, "torch")
+    for tokens, hidden in ((64, 4096), (8192, 4096), (8192, 8192)):
         ids = [torch.randint(0, 128256, (tokens,), device="cuda", dtype=torch.int32) for _ in range(4)]
-        rows, outs = random(128256, 4096), [random(tokens, 4096) for _ in ids]
+        rows, outs = random(128256, hidden), [random(tokens, hidden) for _ in ids]
         times = bench.compare({
             "ours": [functools.partial(embedding.embedding, bench.runtime, view(rows), view(i), view(o))
                      for i, o in zip(ids, outs, strict=True)],
             "torch": [functools.partial(torch.index_select, rows, 0, i, out=o) for i, o in zip(ids, outs, strict=True)]})
-        report(records, "embedding", f"{tokens}x4096", tokens * 8192 * 2, times, "torch")
+        report(records, "embedding", f"{tokens}x{hidden}", tokens * hidden * 4, times, "torch")
 
 
 def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from numba import cuda
+from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, float16, float32, int32, int64
@@ -56,7 +57,7 @@ def rotary_kernel(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: 
     v_offset = num_kv_heads * block_size * head_dim
     expand, compress = unpack8(dtype), pack8(dtype)
 
-    @kernel(threads=THREADS, max_registers=64, min_capability=(9, 0, "") if overlap else (8, 0, ""))
+    @kernel(threads=THREADS, max_registers=96, min_capability=(9, 0, "") if overlap else (8, 0, ""))
     def rotary(qkv: Pointer(dtype), positions: Pointer(int32), slot_mapping: Pointer(int64), cos_sin: Pointer(float32),
                kv_cache: Pointer(dtype), row_stride: i64):
         token = i64(cuda.blockIdx.x)
@@ -93,11 +94,20 @@ def rotary_kernel(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: 
                 cos = (c0[0], c0[1], c0[2], c0[3], c1[0], c1[1], c1[2], c1[3])
                 sin = (s0[0], s0[1], s0[2], s0[3], s1[0], s1[1], s1[2], s1[3])
                 count = i32(heads_a_thread) if is_q else i32(1)
+                loaded = cuda.local.array((heads_a_thread, 8), types.uint32)
+                for h in range(heads_a_thread):  # all loads before the first store, which the compiler may not move them over
+                    if i32(h) < count:
+                        at = u64(part) * u64(16) + u64(h * head_dim * 2)
+                        low = load_global_v4(source + at)
+                        high = load_global_v4(source + at + u64(half * 2))
+                        for j in range(4):
+                            loaded[h, j] = low[j]
+                            loaded[h, 4 + j] = high[j]
                 for h in range(heads_a_thread):
                     if i32(h) < count:
                         at = u64(part) * u64(16) + u64(h * head_dim * 2)
-                        low = expand(load_global_v4(source + at))
-                        high = expand(load_global_v4(source + at + u64(half * 2)))
+                        low = expand((loaded[h, 0], loaded[h, 1], loaded[h, 2], loaded[h, 3]))
+                        high = expand((loaded[h, 4], loaded[h, 5], loaded[h, 6], loaded[h, 7]))
                         a = compress((low[0] * cos[0] - high[0] * sin[0], low[1] * cos[1] - high[1] * sin[1],
                                       low[2] * cos[2] - high[2] * sin[2], low[3] * cos[3] - high[3] * sin[3],
                                       low[4] * cos[4] - high[4] * sin[4], low[5] * cos[5] - high[5] * sin[5],

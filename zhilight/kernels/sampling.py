@@ -114,14 +114,19 @@ def argmax_kernel(vocab_size: int, stride: int, masked: bool, chunks_a_block: in
         row = i64(cuda.blockIdx.y)
         block = i32(cuda.blockIdx.x)
         thread = i32(cuda.threadIdx.x)
-        values = cuda.local.array((TILES, 4), types.float32)
-        found = u64(0)
-        for part in range(chunks_a_block):
+        values = cuda.local.array((2, TILES, 4), types.float32)
+        top = u32(0)        # below the key of any number; then the first of the thread's largest, as its tokens ascend
+        top_token = i32(0)
+        for part in range(chunks_a_block + 1):
             first = (block * i32(chunks_a_block) + i32(part)) * i32(CHUNK) + thread * i32(4)
-            for tile in range(TILES):
-                four = load_four(logits, row * i64(stride), first + i32(tile * 4 * THREADS), i32(vocab_size))
-                for j in range(4):
-                    values[tile, j] = four[j]
+            if part < chunks_a_block:  # the next chunk is under way while this one is compared
+                for tile in range(TILES):
+                    four = load_four(logits, row * i64(stride), first + i32(tile * 4 * THREADS), i32(vocab_size))
+                    for j in range(4):
+                        values[part % 2, tile, j] = four[j]
+            if part == 0:
+                continue
+            first -= i32(CHUNK)
             for tile in range(TILES):
                 token = first + i32(tile * 4 * THREADS)
                 if masked:
@@ -129,12 +134,14 @@ def argmax_kernel(vocab_size: int, stride: int, masked: bool, chunks_a_block: in
                         allowed = mask[row * i64(words) + i64(token >> i32(5))] >> u32(token & i32(31))
                         for j in range(4):
                             if (allowed >> u32(j)) & u32(1) == u32(0) and token + i32(j) < i32(vocab_size):
-                                values[tile, j] = float_of_bits(u32(NEGATIVE_INFINITY))
-                                logits[row * i64(stride) + i64(token + i32(j))] = values[tile, j]
+                                values[(part + 1) % 2, tile, j] = float_of_bits(u32(NEGATIVE_INFINITY))
+                                logits[row * i64(stride) + i64(token + i32(j))] = float_of_bits(u32(NEGATIVE_INFINITY))
                 for j in range(4):
-                    if token + i32(j) < i32(vocab_size):
-                        key = u64(ordered_key(values[tile, j])) << u64(32)
-                        found = max(found, key | u64(u32(0xFFFFFFFF) - u32(token + i32(j))))
+                    key = ordered_key(values[(part + 1) % 2, tile, j])  # past the vocabulary -inf: a real one has a lower id
+                    if key > top:
+                        top = key
+                        top_token = token + i32(j)
+        found = u64(top) << u64(32) | u64(u32(0xFFFFFFFF) - u32(top_token))
         for step in (16, 8, 4, 2, 1):
             found = max(found, shuffle_xor_u64(found, u32(step)))
         if thread % i32(32) == i32(0):
