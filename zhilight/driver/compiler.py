@@ -31,6 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from zhilight.driver.cubin_info import kernel_resources
 from zhilight.driver.dtype import DType
 from zhilight.errors import ZhiLightError
 
@@ -283,14 +284,14 @@ def compile_kernel(kernel: Kernel, capability: Capability, lowered: Any = None) 
     for message in ("C7504", "C7509"):
         if message in log:
             raise KernelCompileError(f"{kernel.name} for {arch}: the assembler gave up an optimisation it must not: {log}")
-    return Cubin(code, library._entry_name, _resources(kernel, log, time.perf_counter() - start))
+    return Cubin(code, library._entry_name, _resources(kernel, code, log, time.perf_counter() - start))
 
 
 def _link(kernel: Kernel, arch: str, ltoir: bytes) -> tuple[bytes, str]:
     """(cubin, the linker's log)."""
     from cuda.bindings import nvjitlink
 
-    # -no-cache: what comes out of the linker's own cache has no report
+    # -no-cache: what comes out of the linker's own cache has no report (and the driver's cache is used all the same)
     handle = nvjitlink.create(4, [f"-arch={arch}", "-verbose", "-lto", "-O3", "-no-cache"])
     try:
         try:
@@ -317,14 +318,18 @@ def _log(nvjitlink: Any, handle: int, which: str) -> str:
     return text.decode(errors="replace").rstrip("\0")
 
 
-def _resources(kernel: Kernel, log: str, seconds: float) -> Resources:
+def _resources(kernel: Kernel, code: bytes, log: str, seconds: float) -> Resources:
     def number(pattern: str) -> int:
         found = re.findall(pattern, log)
         return max(map(int, found)) if found else 0
 
     registers = number(r"Used (\d+) registers")
     if not registers:
-        raise KernelCompileError(f"{kernel.name}: the linker's report names no registers: {log!r}")
+        registers, shared, stack = kernel_resources(code)
+        if stack:
+            raise KernelCompileError(f"{kernel.name}: the kernel has {stack} bytes of stack and the linker did not say what "
+                                     "spills. Delete the driver's cache (~/.nv/ComputeCache) and try again.")
+        return Resources(registers, shared, 0, 0, 0, round(seconds, 2))
     return Resources(registers, number(r"(\d+) bytes smem"), number(r"(\d+) bytes stack frame"),
                      number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes spill loads"), round(seconds, 2))
 

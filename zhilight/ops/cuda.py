@@ -122,10 +122,10 @@ class CudaOps(Ops):
         return self._fetcher.fetch(source)
 
     def empty(self, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
-        """Takes more rows than asked for, up to an eighth: steps of similar sizes then meet the same addresses, so that there
+        """Takes more rows than asked for, up to an eighth or 63: similar steps then meet the same addresses, so that there
         are few tensor maps however many different steps a server runs."""
         rows = shape[0]
-        step = 1 << max(0, rows.bit_length() - 4)
+        step = 1 << max(6, rows.bit_length() - 4)
         rounded = -(-rows // step) * step
         whole = self.pool.workspace((rounded, *shape[1:]), dtype or self.dtype, 1024)
         return whole if rounded == rows else whole[:rows]
