@@ -126,9 +126,7 @@ class CudaOps(Ops):
         are few tensor maps however many different steps a server runs."""
         rows = shape[0]
         step = 1 << max(0, rows.bit_length() - 4)
-        rounded = -(-rows // step) * step
-        whole = self.pool.workspace((rounded, *shape[1:]), dtype or self.dtype, 1024)
-        return whole if rounded == rows else whole[:rows]
+        return self.pool.workspace(shape, dtype or self.dtype, 1024, -(-rows // step) * step)
 
     def scope(self) -> AbstractContextManager[None]:
         return self.pool.scope()
