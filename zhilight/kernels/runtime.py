@@ -69,7 +69,7 @@ class Runtime:
         shape and box are in elements, outermost first as NumPy has them; strides are in bytes, of all dimensions but the
         innermost, which is contiguous. Reads outside the shape give zeros, writes are dropped. swizzle: 0, 32, 64 or 128.
         """
-        key = (address, dtype.name, shape, strides, box, swizzle)
+        key = (address, dtype, shape, strides, box, swizzle)
         found = self._maps.get(key)
         if found is None:
             found = self._maps[key] = self._make_map(address, dtype, shape, strides, box, swizzle)
