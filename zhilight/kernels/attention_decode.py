@@ -19,6 +19,7 @@ card reads 4264). What was tried is in docs/kernels/attention.md.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from zhilight.driver.compiler import Kernel
@@ -37,6 +38,7 @@ FEW_PAIRS = 32
 """Below as many (sequence, kv head) pairs, one block of 8 warps an SM: half as many parts to add up as with two of 4."""
 
 
+@lru_cache(maxsize=4096)
 def tiling(head_dim: int, group: int, pairs: int, shared_limit: int) -> tuple[int, int, int, int]:
     """(warps, stages, passes, blocks an SM) for a device with that much shared memory an SM (bytes)."""
     passes = next(p for p in (1, 2, 3, 4, 5, 6, 8) if head_dim % (8 * p) == 0 and group * head_dim <= 512 * p)
