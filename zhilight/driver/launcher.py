@@ -107,25 +107,32 @@ class Launcher:
         self._threads, self._shared = self.kernel.threads, self.kernel.shared
 
     def __call__(self, grid: int | tuple[int, int, int], arguments: tuple, stream: Any, overlap: bool) -> None:
+        try:
+            self._pack_arguments(self._buffer, 0, *arguments)
+        except struct.error:  # not numbers alone
+            self._pack_tensors(arguments)
+        x, y, z = (grid, 1, 1) if type(grid) is int else grid
+        _pack_config(self._config, 0, x, y, z, self._threads, 1, 1, self._shared, stream.handle, self._attributes_address,
+                     self._plain_count + overlap)
+        code = self._launch(self._config_pointer, self._function, self._parameters, None)
+        if code:
+            self._raise(code, grid)
+
+    def _pack_tensors(self, arguments: tuple) -> None:
+        """Pack the addresses of tensors, whose element types must be those that the kernel reads."""
         values = list(arguments)
         for index, dtype in self._pointers:
-            value = values[index]
+            value = values[index] if index < len(values) else 0
             if type(value) is not int:
                 if value.dtype is not dtype and dtype is not None:
                     raise ShapeError(f"{self.kernel.name}: {self.kernel.parameters[index][0]} is {value.dtype}, the kernel "
                                      f"reads {dtype}")
                 values[index] = value.address
-        x, y, z = (grid, 1, 1) if type(grid) is int else grid
         try:
             self._pack_arguments(self._buffer, 0, *values)
-            _pack_config(self._config, 0, x, y, z, self._threads, 1, 1, self._shared, stream.handle, self._attributes_address,
-                         self._plain_count + overlap)
         except struct.error as error:
-            raise ShapeError(f"{self.kernel.name} takes {[name for name, _ in self.kernel.parameters]}, got {values} and the "
-                             f"grid {grid}: {error}") from error
-        code = self._launch(self._config_pointer, self._function, self._parameters, None)
-        if code:
-            self._raise(code, grid)
+            raise ShapeError(f"{self.kernel.name} takes {[name for name, _ in self.kernel.parameters]}, got {values}: "
+                             f"{error}") from error
 
     def _raise(self, code: int, grid: Any) -> None:
         from zhilight.driver.device import driver_error

@@ -335,18 +335,19 @@ class MemoryPool:
             raise MemoryFault(f"no region {region!r}; there are {', '.join(REGIONS)}.")
         return self._tensor(found, tuple(shape), dtype, alignment)
 
-    def workspace(self, shape: Sequence[int], dtype: DType, alignment: int = ALIGNMENT, rows: int | None = None) -> Tensor:
-        """An uninitialised tensor, valid until the enclosing `scope` ends. rows: take the memory of that many instead."""
-        return self._tensor(self._workspace, tuple(shape), dtype, alignment, rows)
+    def workspace(self, shape: Sequence[int], dtype: DType, alignment: int = ALIGNMENT, nbytes: int | None = None) -> Tensor:
+        """An uninitialised tensor, valid until the enclosing `scope` ends. nbytes: take so much, more than it needs."""
+        return self._tensor(self._workspace, tuple(shape), dtype, alignment, nbytes)
 
     def scope(self) -> Scope:
         """A context manager: workspace taken inside is given back at its end. Scopes nest."""
         return self._workspace.scope()
 
-    def _tensor(self, region: Region, shape: tuple[int, ...], dtype: DType, alignment: int, rows: int | None = None) -> Tensor:
-        count = prod(shape) if rows is None else rows * prod(shape[1:])
-        address, allocation = region.take((count * dtype.bits + 7) >> 3, alignment,
-                                          f"{list(shape)} {dtype}" if region.track else "")
+    def _tensor(self, region: Region, shape: tuple[int, ...], dtype: DType, alignment: int,
+                nbytes: int | None = None) -> Tensor:
+        if nbytes is None:
+            nbytes = dtype.nbytes(prod(shape))
+        address, allocation = region.take(nbytes, alignment, f"{list(shape)} {dtype}" if region.track else "")
         kind = CheckedTensor if self.debug else Tensor
         return kind(address, shape, dtype, self.device.index, allocation or region)
 

@@ -77,7 +77,7 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
         grid = min(runtime.multiprocessors * blocks, tiles, (1 << 32) // tiles - 1)   # block * tiles is 32 bits
         parts = runtime.scratch(grid * 2 * (group * head_dim + 2 * group) * 4)
         counters = runtime.counters(count * num_kv_heads)
-        kernel.launch(grid, qkv.address + first * qkv.strides[0] * 2, kv_cache,
+        kernel.launch(grid, qkv.address + first * qkv.strides[0] * 2, kv_cache.address,
                       block_tables.address + first * block_tables.strides[0] * 4, context_lens.address + first * 4,
                       out.address + first * out.strides[0] * 2, parts, counters, qkv.strides[0], out.strides[0],
                       block_tables.strides[0], count, num_kv_heads, outer * LOG2_E, inner, window or 0,

@@ -62,6 +62,8 @@ def attention_prefill(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: A
                       soft_cap: float | None = None, overlap: bool = False) -> None:
     """Attention of the sequences that `chunks` names. Raises ShapeError."""
     head_dim, block_size = check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
+    if context_lens.dtype is not int32 or query_start.dtype is not int32:
+        raise ShapeError(f"context_lens is {context_lens.dtype} and query_start {query_start.dtype}; both must be int32.")
     launch = launch_sm90 if runtime.capability[0] == 9 else launch_sm80
     launch(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, chunks, num_heads, num_kv_heads, head_dim,
            block_size, scale, window, soft_cap, overlap)
@@ -83,10 +85,10 @@ def launch_sm90(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, co
     kv_map = runtime.tensor_map(kv_cache.address, kv_cache.dtype, (rows, head_dim), (2 * head_dim,),
                                 (min(block_size, keys), 64))
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
-    kernel.launch(min(runtime.multiprocessors, tickets), kv_map, qkv, block_tables, context_lens, query_start, out,
-                  runtime.counters(1), qkv.strides[0], out.strides[0], block_tables.strides[0], chunks.first, chunks.count,
-                  num_heads, num_kv_heads, tickets, outer * LOG2_E, inner, window or 0, stream=runtime.stream,
-                  overlap=overlap)
+    kernel.launch(min(runtime.multiprocessors, tickets), kv_map, qkv.address, block_tables.address, context_lens.address,
+                  query_start.address, out.address, runtime.counters(1), qkv.strides[0], out.strides[0],
+                  block_tables.strides[0], chunks.first, chunks.count, num_heads, num_kv_heads, tickets, outer * LOG2_E, inner,
+                  window or 0, stream=runtime.stream, overlap=overlap)
 
 
 def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
@@ -102,9 +104,10 @@ def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, co
     kernel = sm80.prefill_sm80_kernel(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
                                       *tiling)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
-    kernel.launch(tiles * num_heads, qkv, kv_cache, block_tables, context_lens, query_start, out, qkv.strides[0],
-                  out.strides[0], block_tables.strides[0], chunks.first, chunks.count, num_heads, num_kv_heads,
-                  outer * LOG2_E, inner, window or 0, stream=runtime.stream, overlap=overlap)
+    kernel.launch(tiles * num_heads, qkv.address, kv_cache.address, block_tables.address, context_lens.address,
+                  query_start.address, out.address, qkv.strides[0], out.strides[0], block_tables.strides[0], chunks.first,
+                  chunks.count, num_heads, num_kv_heads, outer * LOG2_E, inner, window or 0, stream=runtime.stream,
+                  overlap=overlap)
 
 
 def check_arguments(qkv: Any, kv_cache: Any, block_tables: Any, out: Any, num_heads: int, num_kv_heads: int,

@@ -104,7 +104,8 @@ def rms_norm(runtime: Runtime, x: Any, weight: Any, eps: float, out: Any, overla
                             None, overlap)
     tokens = x.shape[0]
     if tokens:
-        found.launch(tokens, x, 0, weight, out, x.strides[0], out.strides[0], eps, 1.0, stream=runtime.stream, overlap=overlap)
+        found.launch(tokens, x.address, 0, weight.address, out.address, x.strides[0], out.strides[0], eps, 1.0,
+                     stream=runtime.stream, overlap=overlap)
 
 
 def add_rms_norm(runtime: Runtime, x: Any, residual: Any, weight: Any, eps: float, scale: float, out: Any,
@@ -114,8 +115,8 @@ def add_rms_norm(runtime: Runtime, x: Any, residual: Any, weight: Any, eps: floa
                             (residual.shape, residual.strides, residual.dtype), overlap)
     tokens = x.shape[0]
     if tokens:
-        found.launch(tokens, x, residual, weight, out, x.strides[0], out.strides[0], eps, scale, stream=runtime.stream,
-                     overlap=overlap)
+        found.launch(tokens, x.address, residual.address, weight.address, out.address, x.strides[0], out.strides[0], eps,
+                     scale, stream=runtime.stream, overlap=overlap)
 
 
 @lru_cache(maxsize=1 << 14)

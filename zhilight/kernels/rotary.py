@@ -130,17 +130,19 @@ def rotary_kernel(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: 
 def rotary_and_cache(runtime: Runtime, qkv: Any, positions: Any, slot_mapping: Any, cos_sin: Any, kv_cache: Any, num_heads: int,
                      num_kv_heads: int, overlap: bool = False) -> None:
     """See the module. Raises ShapeError when shapes or dtypes disagree."""
-    found, grid = _plan((qkv.shape, qkv.strides, qkv.dtype), cos_sin.shape[1], kv_cache.shape, kv_cache.dtype, num_heads,
-                        num_kv_heads, overlap)
+    found, grid = _plan((qkv.shape, qkv.strides, qkv.dtype), (positions.dtype, slot_mapping.dtype, cos_sin.dtype),
+                        cos_sin.shape[1], kv_cache.shape, kv_cache.dtype, num_heads, num_kv_heads, overlap)
     if qkv.shape[0]:
-        found.launch(grid, qkv, positions, slot_mapping, cos_sin, kv_cache, qkv.strides[0], stream=runtime.stream,
-                     overlap=overlap)
+        found.launch(grid, qkv.address, positions.address, slot_mapping.address, cos_sin.address, kv_cache.address,
+                     qkv.strides[0], stream=runtime.stream, overlap=overlap)
 
 
 @lru_cache(maxsize=1 << 14)
-def _plan(qkv: tuple, rotary_dim: int, cache_shape: tuple[int, ...], cache_dtype: DType, num_heads: int, num_kv_heads: int,
-          overlap: bool) -> tuple[Kernel, tuple[int, int, int]]:
-    """The kernel for arrays of these layouts, and its grid."""
+def _plan(qkv: tuple, dtypes: tuple[DType, DType, DType], rotary_dim: int, cache_shape: tuple[int, ...], cache_dtype: DType,
+          num_heads: int, num_kv_heads: int, overlap: bool) -> tuple[Kernel, tuple[int, int, int]]:
+    """The kernel for arrays of these layouts, and its grid. dtypes: of positions, slot_mapping and cos_sin."""
+    if dtypes != (int32, int64, float32):
+        raise ShapeError(f"positions, slot_mapping and cos_sin are {dtypes}; they must be int32, int64 and float32")
     qkv = Layout(*qkv)
     tokens, width = qkv.shape
     _, two, kv_heads, block_size, head_dim = cache_shape

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from math import prod
 
 import numpy as np
 
@@ -125,9 +126,8 @@ class CudaOps(Ops):
     def empty(self, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
         """Takes more rows than asked for, up to an eighth: steps of similar sizes then meet the same addresses, so that there
         are few tensor maps however many different steps a server runs."""
-        rows = shape[0]
-        step = 1 << max(0, rows.bit_length() - 4)
-        return self.pool.workspace(shape, dtype or self.dtype, 1024, -(-rows // step) * step)
+        dtype = dtype or self.dtype
+        return self.pool.workspace(shape, dtype, 1024, _workspace_bytes(shape, dtype))
 
     def scope(self) -> AbstractContextManager[None]:
         return self.pool.scope()
@@ -320,6 +320,14 @@ class PackedStep:
             host_query_start=arrays.query_start,
             host_context_lens=arrays.context_lens,
         )
+
+
+@lru_cache(maxsize=1 << 14)
+def _workspace_bytes(shape: tuple[int, ...], dtype: DType) -> int:
+    """What `empty` takes for a tensor: its rows are rounded up by an eighth at most."""
+    rows = shape[0]
+    step = 1 << max(0, rows.bit_length() - 4)
+    return dtype.nbytes(-(-rows // step) * step * prod(shape[1:]))
 
 
 @cache
