@@ -25,7 +25,7 @@ from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill_sm80 as sm80
 from zhilight.kernels import attention_prefill_sm90 as sm90
 from zhilight.kernels.attention_tiles import LOG2_E
-from zhilight.kernels.runtime import Runtime
+from zhilight.kernels.runtime import Runtime, map_form
 
 HEAD_DIMS = tuple(sm80.TILES)
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -82,8 +82,8 @@ def launch_sm90(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, co
     kernel = sm90.prefill_sm90_kernel(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
                                       *tiling)
     rows = kv_cache.shape[0] * 2 * num_kv_heads * block_size
-    kv_map = runtime.tensor_map(kv_cache.address, kv_cache.dtype, (rows, head_dim), (2 * head_dim,),
-                                (min(block_size, keys), 64))
+    kv_map = runtime.tensor_map(kv_cache.address, map_form(kv_cache.dtype, (rows, head_dim), (2 * head_dim,),
+                                                           (min(block_size, keys), 64)))
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
     kernel.launch(min(runtime.multiprocessors, tickets), kv_map, qkv.address, block_tables.address, context_lens.address,
                   query_start.address, out.address, runtime.counters(1), qkv.strides[0], out.strides[0],

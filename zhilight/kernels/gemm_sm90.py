@@ -70,6 +70,7 @@ from zhilight.kernels.ptx import (
     wgmma_wait,
     zeros,
 )
+from zhilight.kernels.runtime import MapForm, map_form
 
 STEP = 64
 """K of a stage: 128 bytes a row, the widest swizzle."""
@@ -321,21 +322,20 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
     overlap: launch as a programmatic dependent of the kernel before. tile: instead of choose_tile's.
     Raises ShapeError for shapes, strides or types that the kernel does not take.
     """
-    found, grid, x_map, weight_map, out_map = _plan(
+    found, grid, x_form, weight_form, out_form = _plan(
         (x.shape, x.strides, x.dtype), (weight.shape, weight.strides, weight.dtype), (out.shape, out.strides, out.dtype),
         None if bias is None else (bias.shape, bias.dtype), silu_mul, scale != 1.0, add, overlap, runtime.multiprocessors, tile)
     (m, k), n, tensor_map = x.shape, weight.shape[0], runtime.tensor_map
     if m:
-        found.launch(grid, tensor_map(x.address, *x_map), tensor_map(weight.address, *weight_map),
-                     tensor_map(out.address, *out_map), 0 if bias is None else bias.address, scale, m, n, k,
+        found.launch(grid, tensor_map(x.address, x_form), tensor_map(weight.address, weight_form),
+                     tensor_map(out.address, out_form), 0 if bias is None else bias.address, scale, m, n, k,
                      stream=runtime.stream, overlap=overlap)
 
 
 @lru_cache(maxsize=1 << 14)
 def _plan(x: tuple, weight: tuple, out: tuple, bias: tuple | None, silu_mul: bool, scaled: bool, add: bool, overlap: bool,
-          multiprocessors: int, tile: Tile | None) -> tuple[Kernel, int, tuple, tuple, tuple]:
-    """The kernel for arrays of these layouts, its grid, and the maps of x, weight and out (what `Runtime.tensor_map` takes
-    after the address)."""
+          multiprocessors: int, tile: Tile | None) -> tuple[Kernel, int, MapForm, MapForm, MapForm]:
+    """The kernel for arrays of these layouts, its grid, and the maps of x, weight and out."""
     x, weight, out = Layout(*x), Layout(*weight), Layout(*out)
     _check(x, weight, out, bias, silu_mul, scaled, add)
     (m, k), n, size = x.shape, weight.shape[0], x.dtype.itemsize
@@ -344,10 +344,10 @@ def _plan(x: tuple, weight: tuple, out: tuple, bias: tuple | None, silu_mul: boo
     rows = MAX_ROWS if m >= ROWS else m
     return (gemm_sm90_kernel(tile, x.dtype, out.dtype, bias is not None, silu_mul, overlap, add),
             tile.grid(m, n, multiprocessors),
-            (x.dtype, (rows, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP)),
-            (x.dtype, (n, k), (weight.strides[0] * size,), (tile.columns // tile.share_weight, STEP)),
-            (out.dtype, (rows, out.shape[1]), (out.strides[0] * out.dtype.itemsize,),
-             (epilogue.ROWS, pitch // out.dtype.itemsize), pitch))
+            map_form(x.dtype, (rows, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP)),
+            map_form(x.dtype, (n, k), (weight.strides[0] * size,), (tile.columns // tile.share_weight, STEP)),
+            map_form(out.dtype, (rows, out.shape[1]), (out.strides[0] * out.dtype.itemsize,),
+                     (epilogue.ROWS, pitch // out.dtype.itemsize), pitch))
 
 
 def _check(x: Layout, weight: Layout, out: Layout, bias: tuple | None, silu_mul: bool, scaled: bool, add: bool) -> None:

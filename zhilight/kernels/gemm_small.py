@@ -344,8 +344,8 @@ def gemm_small(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None
     p = plan(m, n, silu_mul, runtime.multiprocessors, runtime.capability)
     gemm_small_kernel(x.dtype, out.dtype, p.token_tiles, p.row_tiles, bias is not None, silu_mul, overlap, k_tile=p.k_tile,
                       stages=p.stages).launch(
-        p.grid, x, weight, bias if bias is not None else weight, out, m, n, k, x.strides[0], out.strides[0], p.rows, scale,
-        stream=runtime.stream, overlap=overlap)
+        p.grid, x.address, weight.address, (bias if bias is not None else weight).address, out.address, m, n, k, x.strides[0],
+        out.strides[0], p.rows, scale, stream=runtime.stream, overlap=overlap)
 
 
 def catalogue() -> Iterator[Kernel]:
