@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from zhilight.driver.compiler import Kernel
+from zhilight.driver.compiler import Capability, Kernel
 from zhilight.driver.dtype import DType, bfloat16, float16
 from zhilight.errors import ShapeError
 from zhilight.kernels.attention_decode_kernel import MAX_SEQUENCES, attention_decode_kernel
@@ -38,7 +38,6 @@ FEW_PAIRS = 32
 """Below as many (sequence, kv head) pairs, one block of 8 warps an SM: half as many parts to add up as with two of 4."""
 
 
-@lru_cache(maxsize=4096)
 def tiling(head_dim: int, group: int, pairs: int, shared_limit: int) -> tuple[int, int, int, int]:
     """(warps, stages, passes, blocks an SM) for a device with that much shared memory an SM (bytes)."""
     passes = next(p for p in (1, 2, 3, 4, 5, 6, 8) if head_dim % (8 * p) == 0 and group * head_dim <= 512 * p)
@@ -64,12 +63,9 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
     if num_sequences > min(qkv.shape[0], out.shape[0], block_tables.shape[0], context_lens.shape[0]):
         raise ShapeError(f"num_sequences is {num_sequences}; qkv has {qkv.shape[0]} rows, out {out.shape[0]}, block_tables "
                          f"{block_tables.shape[0]}, context_lens {context_lens.shape[0]}.")
-    overlap = overlap and runtime.capability[0] >= 9
     group = num_heads // num_kv_heads
-    warps, stages, passes, blocks = shape or tiling(head_dim, group, min(num_sequences, MAX_SEQUENCES) * num_kv_heads,
-                                                    SHARED_LIMITS.get(runtime.capability[:2], 100 << 10))
-    kernel = attention_decode_kernel(qkv.dtype, head_dim, block_size, group, window is not None, soft_cap is not None, overlap,
-                                     warps, stages, passes, blocks)
+    kernel, warps, blocks = _plan(runtime.capability, qkv.dtype, head_dim, block_size, group, window is not None,
+                                  soft_cap is not None, overlap, min(num_sequences, MAX_SEQUENCES) * num_kv_heads, shape)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
     for first in range(0, num_sequences, MAX_SEQUENCES):
         count = min(MAX_SEQUENCES, num_sequences - first)
@@ -81,7 +77,16 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
                       block_tables.address + first * block_tables.strides[0] * 4, context_lens.address + first * 4,
                       out.address + first * out.strides[0] * 2, parts, counters, qkv.strides[0], out.strides[0],
                       block_tables.strides[0], count, num_kv_heads, outer * LOG2_E, inner, window or 0,
-                      stream=runtime.stream, overlap=overlap)
+                      stream=runtime.stream, overlap=overlap and runtime.capability[0] >= 9)
+
+
+@lru_cache(maxsize=4096)
+def _plan(capability: Capability, dtype: DType, head_dim: int, block_size: int, group: int, windowed: bool, capped: bool,
+          overlap: bool, pairs: int, shape: tuple[int, int, int, int] | None) -> tuple[Kernel, int, int]:
+    """(kernel, warps of a block, blocks an SM)."""
+    warps, stages, passes, blocks = shape or tiling(head_dim, group, pairs, SHARED_LIMITS.get(capability[:2], 100 << 10))
+    return attention_decode_kernel(dtype, head_dim, block_size, group, windowed, capped, overlap and capability[0] >= 9, warps,
+                                   stages, passes, blocks), warps, blocks
 
 
 def catalogue() -> Iterator[Kernel]:

@@ -14,6 +14,7 @@ Operations: 4 * D * Hq for each visible (query, key) pair; the bytes are far bel
 
 from collections.abc import Iterator
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill_sm80 as sm80
 from zhilight.kernels import attention_prefill_sm90 as sm90
 from zhilight.kernels.attention_tiles import LOG2_E
-from zhilight.kernels.runtime import Runtime, map_form
+from zhilight.kernels.runtime import MapForm, Runtime, map_form
 
 HEAD_DIMS = tuple(sm80.TILES)
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -75,20 +76,25 @@ def launch_sm90(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, co
                 tiling: tuple[int, int, int] | None = None) -> None:
     """The wgmma kernel. tiling: an entry of attention_prefill_sm90.TILES, for measurements."""
     tiling = tiling or sm90.TILES[head_dim]
-    groups, keys, _ = tiling
-    tickets = chunks.tiles(64 * groups) * num_heads
+    tickets = chunks.tiles(64 * tiling[0]) * num_heads
     if tickets == 0:
         return
-    kernel = sm90.prefill_sm90_kernel(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
-                                      *tiling)
-    rows = kv_cache.shape[0] * 2 * num_kv_heads * block_size
-    kv_map = runtime.tensor_map(kv_cache.address, map_form(kv_cache.dtype, (rows, head_dim), (2 * head_dim,),
-                                                           (min(block_size, keys), 64)))
+    kernel, kv_form = _plan_sm90(kv_cache.shape, kv_cache.dtype, window is not None, soft_cap is not None, overlap, tiling)
+    kv_map = runtime.tensor_map(kv_cache.address, kv_form)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
     kernel.launch(min(runtime.multiprocessors, tickets), kv_map, qkv.address, block_tables.address, context_lens.address,
                   query_start.address, out.address, runtime.counters(1), qkv.strides[0], out.strides[0],
                   block_tables.strides[0], chunks.first, chunks.count, num_heads, num_kv_heads, tickets, outer * LOG2_E, inner,
                   window or 0, stream=runtime.stream, overlap=overlap)
+
+
+@lru_cache(maxsize=4096)
+def _plan_sm90(cache_shape: tuple[int, ...], dtype: DType, windowed: bool, capped: bool, overlap: bool,
+               tiling: tuple[int, int, int]) -> tuple[Kernel, MapForm]:
+    """The kernel, and the map of its cache as rows of one head's values of one token."""
+    *rows, block_size, head_dim = cache_shape
+    return (sm90.prefill_sm90_kernel(dtype, head_dim, block_size, windowed, capped, overlap, *tiling),
+            map_form(dtype, (prod(rows) * block_size, head_dim), (2 * head_dim,), (min(block_size, tiling[1]), 64)))
 
 
 def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
