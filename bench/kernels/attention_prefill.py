@@ -45,12 +45,10 @@ class Prompts:
 
     def call(self, bench: Bench, launch: Any = module.attention_prefill, **options: Any) -> functools.partial:
         arrays = [view(t) for t in (self.qkv, self.cache, self.tables, self.device_lens, self.device_starts, self.out)]
-        if launch is module.attention_prefill:
-            options |= {"first_sequence": 0, "num_sequences": self.count, "host_query_start": self.starts,
-                        "host_context_lens": self.lens}
-        else:
-            options |= {"first_sequence": 0, "lengths": np.diff(self.starts), "head_dim": self.head_dim, "window": None,
-                        "block_size": self.cache.shape[3], "soft_cap": None, "overlap": False}
+        options |= {"chunks": module.Chunks(self.starts, self.lens)}
+        if launch is not module.attention_prefill:
+            options |= {"head_dim": self.head_dim, "window": None, "block_size": self.cache.shape[3], "soft_cap": None,
+                        "overlap": False}
         return functools.partial(launch, bench.runtime, *arrays, num_heads=self.heads, num_kv_heads=self.kv_heads,
                                  scale=self.head_dim ** -0.5, **options)
 

@@ -13,17 +13,15 @@ from zhilight.kernels import attention_prefill as module
 def run(runtime, case: Case, launch: str = "auto", first: int = 0, overlap: bool = False) -> None:
     starts, contexts = case.query_start, np.asarray(case.contexts, np.int32)
     arguments = case.arguments()
+    chunks = module.Chunks(starts, contexts, first)
     if launch == "auto":
-        module.attention_prefill(runtime, query_start=case.device_query_start, first_sequence=first,
-                                 num_sequences=len(contexts) - first, host_query_start=starts, host_context_lens=contexts,
-                                 **arguments)
+        module.attention_prefill(runtime, query_start=case.device_query_start, chunks=chunks, **arguments)
     else:
         if launch == "sm90" and runtime.capability[0] != 9:
             pytest.skip("wgmma needs capability 9.0")
         kernel = module.launch_sm90 if launch == "sm90" else module.launch_sm80
-        kernel(runtime, query_start=case.device_query_start, first_sequence=first,
-               lengths=np.diff(starts[first:]), head_dim=case.head_dim, block_size=case.block_size,
-               overlap=overlap, **arguments)
+        kernel(runtime, query_start=case.device_query_start, chunks=chunks, head_dim=case.head_dim,
+               block_size=case.block_size, overlap=overlap, **arguments)
     runtime.stream.synchronize()
 
 

@@ -14,7 +14,7 @@ from zhilight.kernels import attention_prefill_sm80 as sm80
 from zhilight.kernels import attention_prefill_sm90 as sm90
 from zhilight.kernels.attention_decode import FEW_PAIRS, tiling
 from zhilight.kernels.attention_decode_kernel import attention_decode_kernel
-from zhilight.kernels.attention_prefill import BLOCK_SIZES, HEAD_DIMS, attention_prefill, check_arguments
+from zhilight.kernels.attention_prefill import BLOCK_SIZES, HEAD_DIMS, Chunks, check_arguments
 
 ADA, AMPERE, HOPPER = 100 << 10, 164 << 10, 228 << 10
 
@@ -88,8 +88,12 @@ def test_bad_arguments_are_named(name, value, message):
     ([0, 2, 5], [9, 2], "more queries than context"),
 ])
 def test_host_copies_must_agree(starts, contexts, message):
-    arrays = {key: GOOD[key] for key in ("qkv", "kv_cache", "block_tables", "out", "num_heads", "num_kv_heads")}
     with pytest.raises(ShapeError, match=message):
-        attention_prefill(None, context_lens=Array((2,), int32), query_start=Array((3,), int32), first_sequence=0,
-                          num_sequences=2, host_query_start=np.array(starts), host_context_lens=np.array(contexts),
-                          scale=1.0, **arrays)
+        Chunks(np.array(starts), np.array(contexts))
+
+
+def test_tiles_are_of_one_sequence_each():
+    """The first sequence decodes; the others have 1, 64 and 65 queries."""
+    chunks = Chunks(np.array([0, 1, 2, 66, 131]), np.array([9, 9, 64, 100]), first=1)
+    assert (chunks.first, chunks.count) == (1, 3)
+    assert [chunks.tiles(rows) for rows in (64, 128, 64)] == [4, 3, 4]

@@ -147,7 +147,9 @@ class Kernel:
         return _cache_file(self, capability).exists()
 
     def launch(self, grid: int | tuple[int, int, int], *arguments: Any, stream: Any, overlap: bool = False) -> None:
-        """Queue the kernel on `stream`. `arguments` follow the annotations: Tensors (or addresses) for pointers, numbers.
+        """Queue the kernel on `stream`. `arguments` follow the annotations: Tensors or addresses for pointers, and numbers.
+
+        A Tensor's element type is held to the annotation. Addresses are quicker: for callers that have checked.
 
         overlap: programmatic dependent launch: the kernel may start before the one before it in the stream has ended, up
         to its own griddepcontrol.wait.

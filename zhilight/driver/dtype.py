@@ -8,11 +8,12 @@ from functools import cached_property
 import numpy as np
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DType:
     """One element type: `bits` an element in memory, and the NumPy type that holds it on the host.
 
-    Sub-byte types (int4) are packed, two a byte, low nibble first; their arrays count elements, not bytes.
+    There is one object a type, the ones below: they are told apart by identity, which makes them cheap as keys, and pickles
+    name them. Sub-byte types (int4) are packed, two a byte, low nibble first; their arrays count elements, not bytes.
     """
 
     name: str
@@ -41,6 +42,9 @@ class DType:
 
     def __repr__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> str:
+        return self.name  # pickle and copy read it as the name of this module's object
 
 
 bfloat16 = DType("bfloat16", 16, "bfloat16")

@@ -23,11 +23,9 @@ class _Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint32 * 16)]
 
 
-class _Config(ctypes.Structure):
-    _fields_ = [("grid_x", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
-                ("block_x", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
-                ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
-                ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint)]
+_CONFIG = struct.Struct("@7IPPI4x")
+"""CUlaunchConfig: grid (x, y, z), block (x, y, z), bytes of shared memory, stream, attributes, their number."""
+_pack_config = _CONFIG.pack_into
 
 
 @functools.cache
@@ -67,22 +65,23 @@ class Launcher:
             check(driver.cuFuncSetAttribute(
                 function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1), "cuFuncSetAttribute")
         self._module = module
-        self._function = int(function)
+        self._function = ctypes.c_void_p(int(function))
         self._launch = _launch_function()
         self._prepare_arguments()
         self._prepare_config()
 
     def _prepare_arguments(self) -> None:
         codes, pointers = [], []
-        for name, annotation in self.kernel.parameters:
+        for _, annotation in self.kernel.parameters:
             if isinstance(annotation, (Pointer, TensorMapParameter)):
                 codes.append("Q")
-                pointers.append((len(codes) - 1, name, getattr(annotation, "dtype", None)))
+                pointers.append((len(codes) - 1, getattr(annotation, "dtype", None)))
             else:
                 codes.append({"int32": "i", "uint32": "I", "int64": "q", "uint64": "Q", "float32": "f"}[str(annotation)])
-        self._format = struct.Struct("@" + "".join(codes))
+        layout = struct.Struct("@" + "".join(codes))
+        self._pack_arguments = layout.pack_into
         self._pointers = pointers
-        self._buffer = ctypes.create_string_buffer(max(1, self._format.size))
+        self._buffer = ctypes.create_string_buffer(max(1, layout.size))
         addresses, offset = [], 0
         for code in codes:
             size = struct.calcsize(code)
@@ -90,7 +89,7 @@ class Launcher:
             addresses.append(ctypes.addressof(self._buffer) + offset)
             offset += size
         self._parameter_array = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)
-        self._parameters = ctypes.addressof(self._parameter_array)
+        self._parameters = ctypes.c_void_p(ctypes.addressof(self._parameter_array))
 
     def _prepare_config(self) -> None:
         self._attributes = (_Attribute * 2)()
@@ -101,33 +100,39 @@ class Launcher:
             count += 1
         self._attributes[count].id = _PROGRAMMATIC_STREAM_SERIALIZATION
         self._attributes[count].value[0] = 1
-        self._config = _Config(1, 1, 1, self.kernel.threads, 1, 1, self.kernel.shared, None, self._attributes, count)
-        self._config_address = ctypes.addressof(self._config)
+        self._attributes_address = ctypes.addressof(self._attributes)
         self._plain_count = count
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._config_pointer = ctypes.c_void_p(ctypes.addressof(self._config))
+        self._threads, self._shared = self.kernel.threads, self.kernel.shared
 
     def __call__(self, grid: int | tuple[int, int, int], arguments: tuple, stream: Any, overlap: bool) -> None:
+        try:
+            self._pack_arguments(self._buffer, 0, *arguments)
+        except struct.error:  # not numbers alone
+            self._pack_tensors(arguments)
+        x, y, z = (grid, 1, 1) if type(grid) is int else grid
+        _pack_config(self._config, 0, x, y, z, self._threads, 1, 1, self._shared, stream.handle, self._attributes_address,
+                     self._plain_count + overlap)
+        code = self._launch(self._config_pointer, self._function, self._parameters, None)
+        if code:
+            self._raise(code, grid)
+
+    def _pack_tensors(self, arguments: tuple) -> None:
+        """Pack the addresses of tensors, whose element types must be those that the kernel reads."""
         values = list(arguments)
-        for index, name, dtype in self._pointers:
-            value = values[index]
+        for index, dtype in self._pointers:
+            value = values[index] if index < len(values) else 0
             if type(value) is not int:
-                if dtype is not None and value.dtype is not dtype and value.dtype != dtype:
-                    raise ShapeError(f"{self.kernel.name}: {name} is {value.dtype}, the kernel reads {dtype}")
+                if value.dtype is not dtype and dtype is not None:
+                    raise ShapeError(f"{self.kernel.name}: {self.kernel.parameters[index][0]} is {value.dtype}, the kernel "
+                                     f"reads {dtype}")
                 values[index] = value.address
         try:
-            self._format.pack_into(self._buffer, 0, *values)
+            self._pack_arguments(self._buffer, 0, *values)
         except struct.error as error:
             raise ShapeError(f"{self.kernel.name} takes {[name for name, _ in self.kernel.parameters]}, got {values}: "
                              f"{error}") from error
-        config = self._config
-        if type(grid) is int:
-            config.grid_x, config.grid_y, config.grid_z = grid, 1, 1
-        else:
-            config.grid_x, config.grid_y, config.grid_z = grid
-        config.stream = stream.handle
-        config.count = self._plain_count + overlap
-        code = self._launch(self._config_address, self._function, self._parameters, None)
-        if code:
-            self._raise(code, grid)
 
     def _raise(self, code: int, grid: Any) -> None:
         from zhilight.driver.device import driver_error

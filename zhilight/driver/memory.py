@@ -335,16 +335,18 @@ class MemoryPool:
             raise MemoryFault(f"no region {region!r}; there are {', '.join(REGIONS)}.")
         return self._tensor(found, tuple(shape), dtype, alignment)
 
-    def workspace(self, shape: Sequence[int], dtype: DType, alignment: int = ALIGNMENT) -> Tensor:
-        """An uninitialised tensor, valid until the enclosing `scope` ends."""
-        return self._tensor(self._workspace, tuple(shape), dtype, alignment)
+    def workspace(self, shape: Sequence[int], dtype: DType, alignment: int = ALIGNMENT, nbytes: int | None = None) -> Tensor:
+        """An uninitialised tensor, valid until the enclosing `scope` ends. nbytes: take so much, more than it needs."""
+        return self._tensor(self._workspace, tuple(shape), dtype, alignment, nbytes)
 
     def scope(self) -> Scope:
         """A context manager: workspace taken inside is given back at its end. Scopes nest."""
         return self._workspace.scope()
 
-    def _tensor(self, region: Region, shape: tuple[int, ...], dtype: DType, alignment: int) -> Tensor:
-        nbytes = dtype.nbytes(prod(shape))
+    def _tensor(self, region: Region, shape: tuple[int, ...], dtype: DType, alignment: int,
+                nbytes: int | None = None) -> Tensor:
+        if nbytes is None:
+            nbytes = dtype.nbytes(prod(shape))
         address, allocation = region.take(nbytes, alignment, f"{list(shape)} {dtype}" if region.track else "")
         kind = CheckedTensor if self.debug else Tensor
         return kind(address, shape, dtype, self.device.index, allocation or region)

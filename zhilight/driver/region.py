@@ -38,6 +38,10 @@ class Segment:
     limit: int
 
 
+_NOWHERE = Segment(0, -1, 0)
+"""Without room, even for 0 bytes: where the cursor stands while no segment is there."""
+
+
 class Source(Protocol):
     """Where a region's memory comes from."""
 
@@ -98,9 +102,9 @@ class Region:
         self.track = track or not stack
         self.segments = segments if segments is not None else []
         self.on_change = on_change
-        self.peak = 0
         self.closed = False
         self._cursor = (0, 0)
+        self._peak = 0
         self._live: list[Allocation] = []
         self._scopes: list[Scope] = []
 
@@ -108,26 +112,15 @@ class Region:
 
     def take(self, nbytes: int, alignment: int, what: str) -> tuple[int, Allocation | None]:
         """(address, allocation or None when not tracked) of `nbytes` fresh bytes."""
-        if self.closed:
-            raise MemoryFault(f"region {self.name} is closed; {what} cannot be allocated.")
         if alignment < 1 or alignment & (alignment - 1):
             raise MemoryFault(f"alignment is {alignment}; it must be a power of two.")
-        begin_cursor = self._cursor
-        index, offset = begin_cursor
-        while True:
-            segment = self.segments[index] if index < len(self.segments) else None
-            if segment is None:
-                segment = self.source.grow(self, None, nbytes + (alignment if alignment > ALIGNMENT else 0))
-                self.segments.append(segment)
-                offset = 0
-            start = (segment.base + offset + alignment - 1) // alignment * alignment - segment.base
-            missing = start + nbytes - segment.mapped
-            if missing <= 0 or self.source.grow(self, segment, missing) is not None:
-                break
-            index, offset = index + 1, 0
-        self._cursor = (index, start + nbytes)
-        self.peak = max(self.peak, self.used)
-        address = segment.base + start
+        begin_cursor = index, offset = self._cursor
+        segment = self.segments[index] if index < len(self.segments) else _NOWHERE
+        address = (segment.base + offset + alignment - 1) & -alignment
+        if address + nbytes - segment.base > segment.mapped:
+            index, address = self._make_room(nbytes, alignment, what)
+            segment = self.segments[index]
+        self._cursor = index, address + nbytes - segment.base
         if self.on_change is not None:
             self.on_change(address, nbytes)
         if not self.track:
@@ -135,6 +128,22 @@ class Region:
         allocation = Allocation(self, address, nbytes, begin_cursor, what)
         self._live.append(allocation)
         return address, allocation
+
+    def _make_room(self, nbytes: int, alignment: int, what: str) -> tuple[int, int]:
+        """(segment's index, address) of the first place from the cursor on that can have memory, which it then has."""
+        if self.closed:
+            raise MemoryFault(f"region {self.name} is closed; {what} cannot be allocated.")
+        index, offset = self._cursor
+        while True:
+            if index == len(self.segments):
+                self.segments.append(self.source.grow(self, None, nbytes + (alignment if alignment > ALIGNMENT else 0)))
+                offset = 0
+            segment = self.segments[index]
+            address = (segment.base + offset + alignment - 1) & -alignment
+            missing = address + nbytes - segment.base - segment.mapped
+            if missing <= 0 or self.source.grow(self, segment, missing) is not None:
+                return index, address
+            index, offset = index + 1, 0
 
     def reserve(self, nbytes: int) -> None:
         """Map memory ahead, so that the next `nbytes` need no driver call (which graph capture would refuse)."""
@@ -161,6 +170,7 @@ class Region:
             raise MemoryFault(f"double free: {allocation.what} at {allocation.address:#x} of region {self.name} was given "
                               "back before.")
         self._end(allocation)
+        self._note_peak()
         while self._live and not self._live[-1].live:
             self._cursor = self._live.pop().begin
 
@@ -189,6 +199,7 @@ class Region:
         for allocation in self._live:
             allocation.live = False
         self._live.clear()
+        self._note_peak()
         self.segments.clear()
         self._cursor = (0, 0)
         self.closed = True
@@ -200,6 +211,18 @@ class Region:
         """Bytes below the cursor, gaps included."""
         index, offset = self._cursor
         return offset if index == 0 else offset + sum(segment.mapped for segment in self.segments[:index])
+
+    @property
+    def peak(self) -> int:
+        """The most that was in use."""
+        self._note_peak()
+        return self._peak
+
+    def _note_peak(self) -> None:
+        """Called before the cursor falls, which is rarer than that it rises."""
+        index, offset = self._cursor
+        if index or offset > self._peak:
+            self._peak = max(self._peak, self.used)
 
     @property
     def mapped(self) -> int:
@@ -234,4 +257,5 @@ class Scope:
         region._scopes.pop()
         while len(region._live) > self._tracked:
             region._end(region._live.pop())
+        region._note_peak()
         region._cursor = self._cursor

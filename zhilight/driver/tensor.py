@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,14 @@ def contiguous_strides(shape: Shape) -> Shape:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+class Layout(NamedTuple):
+    """What of an array shapes a launch: all but where it is. Kernels' host functions check equal layouts once."""
+
+    shape: Shape
+    strides: Shape
+    dtype: DType
 
 
 class Tensor:

@@ -19,9 +19,10 @@ card reads 4264). What was tried is in docs/kernels/attention.md.
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
-from zhilight.driver.compiler import Kernel
+from zhilight.driver.compiler import Capability, Kernel
 from zhilight.driver.dtype import DType, bfloat16, float16
 from zhilight.errors import ShapeError
 from zhilight.kernels.attention_decode_kernel import MAX_SEQUENCES, attention_decode_kernel
@@ -62,12 +63,9 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
     if num_sequences > min(qkv.shape[0], out.shape[0], block_tables.shape[0], context_lens.shape[0]):
         raise ShapeError(f"num_sequences is {num_sequences}; qkv has {qkv.shape[0]} rows, out {out.shape[0]}, block_tables "
                          f"{block_tables.shape[0]}, context_lens {context_lens.shape[0]}.")
-    overlap = overlap and runtime.capability[0] >= 9
     group = num_heads // num_kv_heads
-    warps, stages, passes, blocks = shape or tiling(head_dim, group, min(num_sequences, MAX_SEQUENCES) * num_kv_heads,
-                                                    SHARED_LIMITS.get(runtime.capability[:2], 100 << 10))
-    kernel = attention_decode_kernel(qkv.dtype, head_dim, block_size, group, window is not None, soft_cap is not None, overlap,
-                                     warps, stages, passes, blocks)
+    kernel, warps, blocks = _plan(runtime.capability, qkv.dtype, head_dim, block_size, group, window is not None,
+                                  soft_cap is not None, overlap, min(num_sequences, MAX_SEQUENCES) * num_kv_heads, shape)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
     for first in range(0, num_sequences, MAX_SEQUENCES):
         count = min(MAX_SEQUENCES, num_sequences - first)
@@ -75,11 +73,20 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
         grid = min(runtime.multiprocessors * blocks, tiles, (1 << 32) // tiles - 1)   # block * tiles is 32 bits
         parts = runtime.scratch(grid * 2 * (group * head_dim + 2 * group) * 4)
         counters = runtime.counters(count * num_kv_heads)
-        kernel.launch(grid, qkv.address + first * qkv.strides[0] * 2, kv_cache,
+        kernel.launch(grid, qkv.address + first * qkv.strides[0] * 2, kv_cache.address,
                       block_tables.address + first * block_tables.strides[0] * 4, context_lens.address + first * 4,
                       out.address + first * out.strides[0] * 2, parts, counters, qkv.strides[0], out.strides[0],
                       block_tables.strides[0], count, num_kv_heads, outer * LOG2_E, inner, window or 0,
-                      stream=runtime.stream, overlap=overlap)
+                      stream=runtime.stream, overlap=overlap and runtime.capability[0] >= 9)
+
+
+@lru_cache(maxsize=4096)
+def _plan(capability: Capability, dtype: DType, head_dim: int, block_size: int, group: int, windowed: bool, capped: bool,
+          overlap: bool, pairs: int, shape: tuple[int, int, int, int] | None) -> tuple[Kernel, int, int]:
+    """(kernel, warps of a block, blocks an SM)."""
+    warps, stages, passes, blocks = shape or tiling(head_dim, group, pairs, SHARED_LIMITS.get(capability[:2], 100 << 10))
+    return attention_decode_kernel(dtype, head_dim, block_size, group, windowed, capped, overlap and capability[0] >= 9, warps,
+                                   stages, passes, blocks), warps, blocks
 
 
 def catalogue() -> Iterator[Kernel]:

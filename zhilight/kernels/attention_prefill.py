@@ -13,88 +13,125 @@ Operations: 4 * D * Hq for each visible (query, key) pair; the bytes are far bel
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from zhilight.driver.compiler import Kernel
-from zhilight.driver.dtype import bfloat16, float16
+from zhilight.driver.dtype import DType, bfloat16, float16, int32
+from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill_sm80 as sm80
 from zhilight.kernels import attention_prefill_sm90 as sm90
 from zhilight.kernels.attention_tiles import LOG2_E
-from zhilight.kernels.runtime import Runtime
+from zhilight.kernels.runtime import MapForm, Runtime, map_form
 
 HEAD_DIMS = tuple(sm80.TILES)
 BLOCK_SIZES = (16, 32, 64, 128)
 
 
-def attention_prefill(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any,
-                      out: Any, first_sequence: int, num_sequences: int, host_query_start: np.ndarray,
-                      host_context_lens: np.ndarray, num_heads: int, num_kv_heads: int, scale: float,
-                      window: int | None = None, soft_cap: float | None = None, overlap: bool = False) -> None:
-    """Attention of sequences first_sequence .. first_sequence + num_sequences of the step.
+class Chunks:
+    """The sequences of a step that prefill, as the host knows them: the grids' sizes. One a step, for all its layers.
 
-    host_query_start [S + 1] and host_context_lens [S] are the host's copies of the device arrays: they size the grid.
-    Raises ShapeError.
+    host_query_start [S + 1] and host_context_lens [S] are the host's copies of the device arrays; the sequences from `first`
+    on are meant. Raises ShapeError when they disagree.
     """
+
+    def __init__(self, host_query_start: np.ndarray, host_context_lens: np.ndarray, first: int = 0):
+        if len(host_query_start) != len(host_context_lens) + 1:
+            raise ShapeError(f"host_query_start has {len(host_query_start)} entries; {len(host_context_lens)} sequences need "
+                             f"{len(host_context_lens) + 1}.")
+        self.first = first
+        self._lengths = np.diff(host_query_start[first:])
+        self.count = len(self._lengths)
+        self._tiles: dict[int, int] = {}
+        if (self._lengths > host_context_lens[first:]).any():
+            raise ShapeError("context_lens must count this step's tokens too: a sequence has more queries than context.")
+
+    def tiles(self, rows: int) -> int:
+        """Tiles of `rows` queries, none of two sequences."""
+        found = self._tiles.get(rows)
+        if found is None:
+            found = self._tiles[rows] = int((-(-self._lengths // rows)).sum())
+        return found
+
+
+def attention_prefill(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any,
+                      out: Any, chunks: Chunks, num_heads: int, num_kv_heads: int, scale: float, window: int | None = None,
+                      soft_cap: float | None = None, overlap: bool = False) -> None:
+    """Attention of the sequences that `chunks` names. Raises ShapeError."""
     head_dim, block_size = check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
-    lengths = np.diff(host_query_start[first_sequence:first_sequence + num_sequences + 1])
-    if lengths.size != num_sequences:
-        raise ShapeError(f"host_query_start has {len(host_query_start)} entries; sequences {first_sequence} to "
-                         f"{first_sequence + num_sequences} need {first_sequence + num_sequences + 1}.")
-    contexts = host_context_lens[first_sequence:first_sequence + num_sequences]
-    if (lengths > contexts).any():
-        raise ShapeError("context_lens must count this step's tokens too: a sequence has more queries than context.")
+    if context_lens.dtype is not int32 or query_start.dtype is not int32:
+        raise ShapeError(f"context_lens is {context_lens.dtype} and query_start {query_start.dtype}; both must be int32.")
     launch = launch_sm90 if runtime.capability[0] == 9 else launch_sm80
-    launch(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, first_sequence, lengths, num_heads,
-           num_kv_heads, head_dim, block_size, scale, window, soft_cap, overlap)
+    launch(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, chunks, num_heads, num_kv_heads, head_dim,
+           block_size, scale, window, soft_cap, overlap)
 
 
 def launch_sm90(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
-                first_sequence: int, lengths: np.ndarray, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
-                scale: float, window: int | None, soft_cap: float | None, overlap: bool,
+                chunks: Chunks, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, scale: float,
+                window: int | None, soft_cap: float | None, overlap: bool,
                 tiling: tuple[int, int, int] | None = None) -> None:
     """The wgmma kernel. tiling: an entry of attention_prefill_sm90.TILES, for measurements."""
     tiling = tiling or sm90.TILES[head_dim]
-    groups, keys = tiling[:2]
-    tickets = int((-(-lengths // (64 * groups))).sum()) * num_heads
+    tickets = chunks.tiles(64 * tiling[0]) * num_heads
     if tickets == 0:
         return
-    kernel = sm90.prefill_sm90_kernel(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
-                                      *tiling)
-    rows = kv_cache.shape[0] * 2 * num_kv_heads * block_size
-    kv_map = runtime.tensor_map(kv_cache.address, kv_cache.dtype, (rows, head_dim), (2 * head_dim,),
-                                (min(block_size, keys), 64))
+    kernel, kv_form = _plan_sm90(kv_cache.shape, kv_cache.dtype, window is not None, soft_cap is not None, overlap, tiling)
+    kv_map = runtime.tensor_map(kv_cache.address, kv_form)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
-    kernel.launch(min(runtime.multiprocessors, tickets), kv_map, qkv, block_tables, context_lens, query_start, out,
-                  runtime.counters(1), qkv.strides[0], out.strides[0], block_tables.strides[0], first_sequence, len(lengths),
-                  num_heads, num_kv_heads, tickets, outer * LOG2_E, inner, window or 0, stream=runtime.stream,
-                  overlap=overlap)
+    kernel.launch(min(runtime.multiprocessors, tickets), kv_map, qkv.address, block_tables.address, context_lens.address,
+                  query_start.address, out.address, runtime.counters(1), qkv.strides[0], out.strides[0],
+                  block_tables.strides[0], chunks.first, chunks.count, num_heads, num_kv_heads, tickets, outer * LOG2_E, inner,
+                  window or 0, stream=runtime.stream, overlap=overlap)
+
+
+@lru_cache(maxsize=4096)
+def _plan_sm90(cache_shape: tuple[int, ...], dtype: DType, windowed: bool, capped: bool, overlap: bool,
+               tiling: tuple[int, int, int]) -> tuple[Kernel, MapForm]:
+    """The kernel, and the map of its cache as rows of one head's values of one token."""
+    *rows, block_size, head_dim = cache_shape
+    return (sm90.prefill_sm90_kernel(dtype, head_dim, block_size, windowed, capped, overlap, *tiling),
+            map_form(dtype, (prod(rows) * block_size, head_dim), (2 * head_dim,), (min(block_size, tiling[1]), 64)))
 
 
 def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
-                first_sequence: int, lengths: np.ndarray, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
-                scale: float, window: int | None, soft_cap: float | None, overlap: bool,
+                chunks: Chunks, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, scale: float,
+                window: int | None, soft_cap: float | None, overlap: bool,
                 tiling: tuple[int, int, int] | None = None) -> None:
     """The mma.sync kernel, on any device. tiling: an entry of attention_prefill_sm80.TILES, for measurements."""
     tiling = tiling or sm80.TILES[head_dim]
-    rows = 16 * tiling[0] * tiling[2]
-    tiles = int((-(-lengths // rows)).sum())
+    tiles = chunks.tiles(16 * tiling[0] * tiling[2])
     if tiles == 0:
         return
     overlap = overlap and runtime.capability[0] >= 9
     kernel = sm80.prefill_sm80_kernel(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
                                       *tiling)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
-    kernel.launch(tiles * num_heads, qkv, kv_cache, block_tables, context_lens, query_start, out, qkv.strides[0],
-                  out.strides[0], block_tables.strides[0], first_sequence, len(lengths), num_heads, num_kv_heads,
-                  outer * LOG2_E, inner, window or 0, stream=runtime.stream, overlap=overlap)
+    kernel.launch(tiles * num_heads, qkv.address, kv_cache.address, block_tables.address, context_lens.address,
+                  query_start.address, out.address, qkv.strides[0], out.strides[0], block_tables.strides[0], chunks.first,
+                  chunks.count, num_heads, num_kv_heads, outer * LOG2_E, inner, window or 0, stream=runtime.stream,
+                  overlap=overlap)
 
 
 def check_arguments(qkv: Any, kv_cache: Any, block_tables: Any, out: Any, num_heads: int, num_kv_heads: int,
                     window: int | None, soft_cap: float | None) -> tuple[int, int]:
     """(head size, block size) of the cache, after holding the arrays to the contract above. Raises ShapeError."""
+    sizes = _check_layouts((qkv.shape, qkv.strides, qkv.dtype), (kv_cache.shape, kv_cache.strides, kv_cache.dtype),
+                           (out.shape, out.strides, out.dtype), block_tables.strides[1], block_tables.dtype, num_heads,
+                           num_kv_heads, window, soft_cap)
+    if (qkv.address | out.address) % 16:
+        raise ShapeError(f"qkv and out must start at a multiple of 16 bytes; they are at {qkv.address:#x} and "
+                         f"{out.address:#x}.")
+    return sizes
+
+
+@lru_cache(maxsize=1 << 14)
+def _check_layouts(qkv: tuple, kv_cache: tuple, out: tuple, table_stride: int, table_dtype: DType, num_heads: int,
+                   num_kv_heads: int, window: int | None, soft_cap: float | None) -> tuple[int, int]:
+    qkv, kv_cache, out = Layout(*qkv), Layout(*kv_cache), Layout(*out)
     if len(kv_cache.shape) != 5 or kv_cache.shape[1] != 2 or kv_cache.shape[2] != num_kv_heads:
         raise ShapeError(f"kv_cache is {list(kv_cache.shape)}; expected [blocks, 2, {num_kv_heads}, block size, head size].")
     _, _, _, block_size, head_dim = kv_cache.shape
@@ -114,11 +151,11 @@ def check_arguments(qkv: Any, kv_cache: Any, block_tables: Any, out: Any, num_he
         if len(array.shape) != 2 or array.shape[1] < least or array.strides[1] != 1:
             raise ShapeError(f"{name} is {list(array.shape)} with strides {array.strides}; expected rows of at least {least} "
                              "values.")
-        if array.strides[0] % 8 or array.address % 16:
-            raise ShapeError(f"{name} must start at a multiple of 16 bytes in every row; it is at {array.address:#x}, rows "
-                             f"{array.strides[0]} values apart.")
-    if block_tables.dtype.name != "int32" or block_tables.strides[1] != 1:
-        raise ShapeError(f"block_tables must be int32 with contiguous rows, got {block_tables.dtype}, {block_tables.strides}.")
+        if array.strides[0] % 8:
+            raise ShapeError(f"{name} has rows {array.strides[0]} values apart; each must start at a multiple of 16 bytes.")
+    if table_dtype != int32 or table_stride != 1:
+        raise ShapeError(f"block_tables must be int32 with contiguous rows, got {table_dtype} with {table_stride} between "
+                         "neighbours of a row.")
     if window is not None and window < 1:
         raise ShapeError(f"window is {window}; it must be at least 1, or None.")
     if soft_cap is not None and soft_cap <= 0:

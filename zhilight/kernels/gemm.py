@@ -52,12 +52,12 @@ def gemm(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None, silu
     x's type or float32. N and K are multiples of 8. scale multiplies a float32 out only. Sums are in float32.
     add: out += the product, where adds_as_it_stores.
     overlap: programmatic dependent launch (Hopper; ignored elsewhere): weights are fetched while the kernel before still runs.
-    Raises ShapeError naming the argument.
+    Raises ShapeError naming the argument: each kernel checks what it is given.
     """
-    m, n, _ = gemm_small.check_arguments("gemm", x, weight, out, bias, silu_mul)
-    size = out.dtype.itemsize
-    kernel = choose_kernel(m, n, runtime.capability, silu_mul=silu_mul, wide=out.dtype == float32,
-                           aligned=out.address % 16 == 0 and out.strides[0] * size % 16 == 0)
+    m = x.shape[0]
+    wide = out.dtype is float32
+    kernel = choose_kernel(m, weight.shape[0], runtime.capability, silu_mul=silu_mul, wide=wide,
+                           aligned=not (out.address % 16 or out.strides[0] % (4 if wide else 8)))
     if add and kernel != "gemm_sm90":
         raise ShapeError(f"gemm: {kernel}, which serves {m} rows here, cannot add to out; ask adds_as_it_stores.")
     if kernel == "gemm_small":

@@ -375,8 +375,8 @@ def gemm_sm80(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None,
         counters = runtime.counters(tiles)
     gemm_sm80_kernel(x.dtype, out.dtype, tile.rows, tile.columns, tile.step, tile.column_warps, tile.stages, tile.min_blocks,
                      bias is not None, silu_mul, overlap).launch(
-        tiles * split, x, weight, bias if bias is not None else weight, out, m, n, k, x.strides[0], out.strides[0], split,
-        partial, counters, scale, stream=runtime.stream, overlap=overlap)
+        tiles * split, x.address, weight.address, (bias if bias is not None else weight).address, out.address, m, n, k,
+        x.strides[0], out.strides[0], split, partial, counters, scale, stream=runtime.stream, overlap=overlap)
 
 
 def catalogue() -> Iterator[Kernel]:

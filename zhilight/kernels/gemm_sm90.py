@@ -36,6 +36,7 @@ from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, TensorMap, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, float16, float32
+from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels import gemm_sm90_epilogue as epilogue
 from zhilight.kernels.gemm_sm90_tiles import ROWS, Tile, choose_tile
@@ -69,6 +70,7 @@ from zhilight.kernels.ptx import (
     wgmma_wait,
     zeros,
 )
+from zhilight.kernels.runtime import MapForm, map_form
 
 STEP = 64
 """K of a stage: 128 bytes a row, the widest swizzle."""
@@ -320,35 +322,37 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
     overlap: launch as a programmatic dependent of the kernel before. tile: instead of choose_tile's.
     Raises ShapeError for shapes, strides or types that the kernel does not take.
     """
-    _check(x, weight, out, bias, silu_mul, scale, add)
-    (m, k), n = x.shape, weight.shape[0]
-    if m == 0:
-        return
-    found, grid, x_box, weight_box, out_box, pitch = _plan(
-        m, n, k, runtime.multiprocessors, x.dtype, out.dtype, bias is not None, silu_mul, overlap, add, tile)
-    size, out_size = x.dtype.bits // 8, out.dtype.bits // 8
-    rows = MAX_ROWS if m >= ROWS else m
-    found.launch(
-        grid,
-        runtime.tensor_map(x.address, x.dtype, (rows, k), (x.strides[0] * size,), x_box),
-        runtime.tensor_map(weight.address, x.dtype, (n, k), (weight.strides[0] * size,), weight_box),
-        runtime.tensor_map(out.address, out.dtype, (rows, out.shape[1]), (out.strides[0] * out_size,), out_box, pitch),
-        0 if bias is None else bias.address, scale, m, n, k, stream=runtime.stream, overlap=overlap)
+    found, grid, x_form, weight_form, out_form = _plan(
+        (x.shape, x.strides, x.dtype), (weight.shape, weight.strides, weight.dtype), (out.shape, out.strides, out.dtype),
+        None if bias is None else (bias.shape, bias.dtype), silu_mul, scale != 1.0, add, overlap, runtime.multiprocessors, tile)
+    (m, k), n, tensor_map = x.shape, weight.shape[0], runtime.tensor_map
+    if m:
+        found.launch(grid, tensor_map(x.address, x_form), tensor_map(weight.address, weight_form),
+                     tensor_map(out.address, out_form), 0 if bias is None else bias.address, scale, m, n, k,
+                     stream=runtime.stream, overlap=overlap)
 
 
 @lru_cache(maxsize=1 << 14)
-def _plan(m: int, n: int, k: int, multiprocessors: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool,
-          overlap: bool, add: bool, tile: Tile | None,
-          ) -> tuple[Kernel, int, tuple[int, int], tuple[int, int], tuple[int, int], int]:
-    """The kernel, its grid, the boxes of the maps of x, weight and out, and the bytes of a row of out's."""
-    tile = tile or choose_tile(m, n, k, multiprocessors, silu_mul)
-    pitch = epilogue.slab_bytes((tile.columns // 2 if silu_mul else tile.columns) // tile.split, out_dtype)
-    return (gemm_sm90_kernel(tile, dtype, out_dtype, bias, silu_mul, overlap, add), tile.grid(m, n, multiprocessors),
-            (ROWS // tile.share_x, STEP), (tile.columns // tile.share_weight, STEP),
-            (epilogue.ROWS, pitch // out_dtype.itemsize), pitch)
+def _plan(x: tuple, weight: tuple, out: tuple, bias: tuple | None, silu_mul: bool, scaled: bool, add: bool, overlap: bool,
+          multiprocessors: int, tile: Tile | None) -> tuple[Kernel, int, MapForm, MapForm, MapForm]:
+    """The kernel for arrays of these layouts, its grid, and the maps of x, weight and out."""
+    x, weight, out = Layout(*x), Layout(*weight), Layout(*out)
+    _check(x, weight, out, bias, silu_mul, scaled, add)
+    (m, k), n, size = x.shape, weight.shape[0], x.dtype.itemsize
+    tile = tile or choose_tile(max(1, m), n, k, multiprocessors, silu_mul)
+    pitch = epilogue.slab_bytes((tile.columns // 2 if silu_mul else tile.columns) // tile.split, out.dtype)
+    rows = MAX_ROWS if m >= ROWS else m
+    return (gemm_sm90_kernel(tile, x.dtype, out.dtype, bias is not None, silu_mul, overlap, add),
+            tile.grid(m, n, multiprocessors),
+            map_form(x.dtype, (rows, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP)),
+            map_form(x.dtype, (n, k), (weight.strides[0] * size,), (tile.columns // tile.share_weight, STEP)),
+            map_form(out.dtype, (rows, out.shape[1]), (out.strides[0] * out.dtype.itemsize,),
+                     (epilogue.ROWS, pitch // out.dtype.itemsize), pitch))
 
 
-def _check(x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool, scale: float, add: bool) -> None:
+def _check(x: Layout, weight: Layout, out: Layout, bias: tuple | None, silu_mul: bool, scaled: bool, add: bool) -> None:
+    if len(x.shape) != 2 or len(weight.shape) != 2:
+        raise ShapeError(f"gemm_sm90: x is {x.shape} and weight {weight.shape}; they must be [M, K] and [N, K]")
     (m, k), (n, weight_k) = x.shape, weight.shape
     columns = n // 2 if silu_mul else n
     problem = None
@@ -356,22 +360,22 @@ def _check(x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool, scale: floa
         problem = f"x and weight are {x.dtype} and {weight.dtype}; both must be bfloat16 or both float16"
     elif out.dtype != x.dtype and (out.dtype != float32 or silu_mul):
         problem = f"out is {out.dtype}; it must be {x.dtype}" + ("" if silu_mul else " or float32")
-    elif scale != 1.0 and out.dtype != float32:
-        problem = f"scale is {scale}; only a float32 out is scaled, out is {out.dtype}"
+    elif scaled and out.dtype != float32:
+        problem = f"scale is not 1; only a float32 out is scaled, out is {out.dtype}"
     elif add and (silu_mul or out.dtype == float32):
         problem = f"add is for plain outputs in x's type; out is {out.dtype}, silu_mul {silu_mul}"
     elif weight_k != k:
         problem = f"weight is {list(weight.shape)}; x {list(x.shape)} needs K = {k}"
     elif k % 8 or k < 8 or n % (16 if silu_mul else 8):
         problem = f"N is {n} and K is {k}; N must be a multiple of {16 if silu_mul else 8} and K of 8: pad the weight"
-    elif tuple(out.shape) != (m, columns):
+    elif out.shape != (m, columns):
         problem = f"out is {list(out.shape)}; it must be {[m, columns]}"
     elif m > MAX_ROWS:
         problem = f"x has {m} rows; the limit is {MAX_ROWS}"
     elif x.strides[1] != 1 or weight.strides[1] != 1 or out.strides[1] != 1:
         problem = "x, weight and out need contiguous rows (stride 1 in the last dimension)"
-    elif bias is not None and (tuple(bias.shape) != (n,) or bias.dtype != x.dtype):
-        problem = f"bias is {list(bias.shape)} {bias.dtype}; it must be [{n}] {x.dtype}"
+    elif bias is not None and bias != ((n,), x.dtype):
+        problem = f"bias is {list(bias[0])} {bias[1]}; it must be [{n}] {x.dtype}"
     if problem:
         raise ShapeError(f"gemm_sm90: {problem}")
 

@@ -27,6 +27,7 @@ from numba.cuda import types
 
 from zhilight.driver.compiler import Capability, Kernel, Pointer, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, float16, float32
+from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import (
     address,
@@ -295,6 +296,18 @@ def plan(m: int, n: int, silu_mul: bool, multiprocessors: int, capability: Capab
 
 def check_arguments(name: str, x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool) -> tuple[int, int, int]:
     """(M, N, K) of a dense GEMM, or ShapeError naming the argument. Shared by the GEMM kernels."""
+    sizes = _check_layouts(name, (x.shape, x.strides, x.dtype), (weight.shape, weight.strides, weight.dtype),
+                           (out.shape, out.strides, out.dtype), None if bias is None else (bias.shape, bias.dtype), silu_mul)
+    if (x.address | weight.address) % 16:
+        raise ShapeError(f"{name}: x is at {x.address:#x} and weight at {weight.address:#x}; both must be at multiples of 16 "
+                         "bytes")
+    return sizes
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _check_layouts(name: str, x: tuple, weight: tuple, out: tuple, bias: tuple | None,
+                   silu_mul: bool) -> tuple[int, int, int]:
+    x, weight, out = Layout(*x), Layout(*weight), Layout(*out)
     if x.dtype not in (bfloat16, float16) or weight.dtype != x.dtype:
         raise ShapeError(f"{name}: x is {x.dtype} and weight {weight.dtype}; both must be bfloat16, or both float16")
     if len(x.shape) != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
@@ -304,15 +317,15 @@ def check_arguments(name: str, x: Any, weight: Any, out: Any, bias: Any, silu_mu
         raise ShapeError(f"{name}: weight is {weight.shape}; N and K must be multiples of 8: pad the weight at load")
     if weight.strides != (k, 1):
         raise ShapeError(f"{name}: weight has strides {weight.strides}; it must be contiguous, {(k, 1)}")
-    if x.strides[1] != 1 or x.strides[0] % 8 or x.address % 16 or weight.address % 16:
+    if x.strides[1] != 1 or x.strides[0] % 8:
         raise ShapeError(f"{name}: x has strides {x.strides}; values must lie side by side and rows at multiples of 16 bytes")
     wanted = (m, n // 2 if silu_mul else n)
-    if tuple(out.shape) != wanted or (m and out.strides[1] != 1):
+    if out.shape != wanted or (m and out.strides[1] != 1):
         raise ShapeError(f"{name}: out is {out.shape} with strides {out.strides}; it must be {wanted} with unit inner stride")
     if out.dtype != x.dtype and out.dtype != float32:
         raise ShapeError(f"{name}: out is {out.dtype}; it must be {x.dtype} or float32")
-    if bias is not None and (tuple(bias.shape) != (n,) or bias.dtype != x.dtype):
-        raise ShapeError(f"{name}: bias is {bias.dtype} {bias.shape}; it must be {x.dtype} {(n,)}")
+    if bias is not None and bias != ((n,), x.dtype):
+        raise ShapeError(f"{name}: bias is {bias[1]} {bias[0]}; it must be {x.dtype} {(n,)}")
     return m, n, k
 
 
@@ -331,8 +344,8 @@ def gemm_small(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None
     p = plan(m, n, silu_mul, runtime.multiprocessors, runtime.capability)
     gemm_small_kernel(x.dtype, out.dtype, p.token_tiles, p.row_tiles, bias is not None, silu_mul, overlap, k_tile=p.k_tile,
                       stages=p.stages).launch(
-        p.grid, x, weight, bias if bias is not None else weight, out, m, n, k, x.strides[0], out.strides[0], p.rows, scale,
-        stream=runtime.stream, overlap=overlap)
+        p.grid, x.address, weight.address, (bias if bias is not None else weight).address, out.address, m, n, k, x.strides[0],
+        out.strides[0], p.rows, scale, stream=runtime.stream, overlap=overlap)
 
 
 def catalogue() -> Iterator[Kernel]:

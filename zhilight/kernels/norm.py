@@ -13,6 +13,7 @@ Source   Zhang and Sennrich 2019, arXiv:1910.07467
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from numba import cuda
@@ -20,6 +21,7 @@ from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, float16
+from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import (
     address,
@@ -98,33 +100,40 @@ def rms_norm_kernel(hidden: int, dtype: DType, add: bool, overlap: bool = False)
 
 def rms_norm(runtime: Runtime, x: Any, weight: Any, eps: float, out: Any, overlap: bool = False) -> None:
     """See the module. Raises ShapeError when shapes or dtypes disagree."""
-    _check(x, weight, out)
-    tokens, hidden = x.shape
+    found = _checked_kernel((x.shape, x.strides, x.dtype), weight.shape, weight.dtype, (out.shape, out.strides, out.dtype),
+                            None, overlap)
+    tokens = x.shape[0]
     if tokens:
-        rms_norm_kernel(hidden, x.dtype, False, overlap).launch(
-            tokens, x, 0, weight, out, x.strides[0], out.strides[0], eps, 1.0, stream=runtime.stream, overlap=overlap)
+        found.launch(tokens, x.address, 0, weight.address, out.address, x.strides[0], out.strides[0], eps, 1.0,
+                     stream=runtime.stream, overlap=overlap)
 
 
 def add_rms_norm(runtime: Runtime, x: Any, residual: Any, weight: Any, eps: float, scale: float, out: Any,
                  overlap: bool = False) -> None:
     """See the module. Raises ShapeError when shapes or dtypes disagree."""
-    _check(x, weight, out)
-    tokens, hidden = x.shape
-    if residual.shape != x.shape or residual.dtype != x.dtype or residual.strides != (hidden, 1):
-        raise ShapeError(f"residual is {residual.dtype} {residual.shape}; it must be {x.dtype} {x.shape}, contiguous")
+    found = _checked_kernel((x.shape, x.strides, x.dtype), weight.shape, weight.dtype, (out.shape, out.strides, out.dtype),
+                            (residual.shape, residual.strides, residual.dtype), overlap)
+    tokens = x.shape[0]
     if tokens:
-        rms_norm_kernel(hidden, x.dtype, True, overlap).launch(
-            tokens, x, residual, weight, out, x.strides[0], out.strides[0], eps, scale, stream=runtime.stream, overlap=overlap)
+        found.launch(tokens, x.address, residual.address, weight.address, out.address, x.strides[0], out.strides[0], eps,
+                     scale, stream=runtime.stream, overlap=overlap)
 
 
-def _check(x: Any, weight: Any, out: Any) -> None:
+@lru_cache(maxsize=1 << 14)
+def _checked_kernel(x: tuple, weight_shape: tuple[int, ...], weight_dtype: DType, out: tuple, residual: tuple | None,
+                    overlap: bool) -> Kernel:
+    """The kernel for arrays of these layouts."""
+    x, out = Layout(*x), Layout(*out)
     hidden = x.shape[1]
     if hidden % 8 or x.strides[1] != 1 or x.strides[0] % 8:
         raise ShapeError(f"x is {x.shape} with strides {x.strides}; hidden and row stride must be multiples of 8")
-    if weight.shape != (hidden,) or weight.dtype != x.dtype:
-        raise ShapeError(f"weight is {weight.dtype} {weight.shape}; it must be {x.dtype} [{hidden}]")
+    if weight_shape != (hidden,) or weight_dtype != x.dtype:
+        raise ShapeError(f"weight is {weight_dtype} {weight_shape}; it must be {x.dtype} [{hidden}]")
     if out.shape != x.shape or out.dtype != x.dtype or out.strides[1] != 1:
         raise ShapeError(f"out is {out.dtype} {out.shape}; it must be {x.dtype} {x.shape}")
+    if residual is not None and Layout(*residual) != (x.shape, (hidden, 1), x.dtype):
+        raise ShapeError(f"residual is {residual[2]} {residual[0]}; it must be {x.dtype} {x.shape}, contiguous")
+    return rms_norm_kernel(hidden, x.dtype, residual is not None, overlap)
 
 
 def catalogue() -> Iterator[Kernel]:

@@ -14,6 +14,7 @@ Source   Su et al. 2021, arXiv:2104.09864; half-split pairs as in the Hugging Fa
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from numba import cuda
@@ -21,6 +22,7 @@ from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, float16, float32, int32, int64
+from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import (
     address,
@@ -138,21 +140,32 @@ def rotary_kernel(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: 
 def rotary_and_cache(runtime: Runtime, qkv: Any, positions: Any, slot_mapping: Any, cos_sin: Any, kv_cache: Any, num_heads: int,
                      num_kv_heads: int, overlap: bool = False) -> None:
     """See the module. Raises ShapeError when shapes or dtypes disagree."""
+    found, grid = _plan((qkv.shape, qkv.strides, qkv.dtype), (positions.dtype, slot_mapping.dtype, cos_sin.dtype),
+                        cos_sin.shape[1], kv_cache.shape, kv_cache.dtype, num_heads, num_kv_heads, overlap)
+    if qkv.shape[0]:
+        found.launch(grid, qkv.address, positions.address, slot_mapping.address, cos_sin.address, kv_cache.address,
+                     qkv.strides[0], stream=runtime.stream, overlap=overlap)
+
+
+@lru_cache(maxsize=1 << 14)
+def _plan(qkv: tuple, dtypes: tuple[DType, DType, DType], rotary_dim: int, cache_shape: tuple[int, ...], cache_dtype: DType,
+          num_heads: int, num_kv_heads: int, overlap: bool) -> tuple[Kernel, tuple[int, int, int]]:
+    """The kernel for arrays of these layouts, and its grid. dtypes: of positions, slot_mapping and cos_sin."""
+    if dtypes != (int32, int64, float32):
+        raise ShapeError(f"positions, slot_mapping and cos_sin are {dtypes}; they must be int32, int64 and float32")
+    qkv = Layout(*qkv)
     tokens, width = qkv.shape
-    _, two, kv_heads, block_size, head_dim = kv_cache.shape
-    rotary_dim = cos_sin.shape[1]
-    if two != 2 or kv_heads != num_kv_heads or kv_cache.dtype != qkv.dtype:
-        raise ShapeError(f"kv_cache is {kv_cache.dtype} {kv_cache.shape}; it must be {qkv.dtype} [B, 2, {num_kv_heads}, P, D]")
+    _, two, kv_heads, block_size, head_dim = cache_shape
+    if two != 2 or kv_heads != num_kv_heads or cache_dtype != qkv.dtype:
+        raise ShapeError(f"kv_cache is {cache_dtype} {cache_shape}; it must be {qkv.dtype} [B, 2, {num_kv_heads}, P, D]")
     expected = (num_heads + 2 * num_kv_heads) * head_dim
     if width != expected or qkv.strides[1] != 1 or qkv.strides[0] % 8:
         raise ShapeError(f"qkv is {qkv.shape}, strides {qkv.strides}; it must be [T, {expected}]")
     if rotary_dim % 16 or head_dim % 8 or rotary_dim > head_dim:
         raise ShapeError(f"cos_sin has {rotary_dim} columns for heads of {head_dim}; it must be a multiple of 16, at most that")
-    if tokens:
-        several = 4 if tokens >= MANY_TOKENS and num_heads % 4 == 0 else 1
-        item = rotary_kernel(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, qkv.dtype, overlap, several)
-        item.launch((tokens, -(-item.items // THREADS), 1), qkv, positions, slot_mapping, cos_sin, kv_cache, qkv.strides[0],
-                    stream=runtime.stream, overlap=overlap)
+    several = 4 if tokens >= MANY_TOKENS and num_heads % 4 == 0 else 1
+    found = rotary_kernel(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, qkv.dtype, overlap, several)
+    return found, (tokens, -(-found.items // THREADS), 1)
 
 
 def catalogue() -> Iterator[Kernel]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from zhilight.driver.compiler import Capability
@@ -27,6 +28,25 @@ MAPS_AT_ONCE = 1 << 14
 """Tensor maps whose memory is taken from the driver together: 2 MiB."""
 COUNTERS = 1 << 16
 ZEROS_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class MapForm:
+    """A tensor map but for the address; made by `map_form`.
+
+    shape and box are in elements, outermost first as NumPy has them; strides are in bytes, of all dimensions but the
+    innermost, which is contiguous. Reads outside the shape give zeros, writes are dropped. swizzle: 0, 32, 64 or 128.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int = 128
+
+
+map_form = functools.cache(MapForm)
+"""The MapForm of these arguments: one object for equal ones, so that it is a quick key."""
 
 
 class Runtime:
@@ -47,7 +67,7 @@ class Runtime:
         self._zeros = allocate(ZEROS_BYTES)
         self._zero(self._counters, COUNTERS)
         self._zero(self._zeros, ZEROS_BYTES // 4)
-        self._maps: dict[tuple, int] = {}
+        self._maps: dict[tuple[int, MapForm], int] = {}
 
     def scratch(self, nbytes: int) -> int:
         """Address of `nbytes` of uninitialised memory, valid for the operation being queued."""
@@ -69,17 +89,11 @@ class Runtime:
                               "Lower max_num_seqs.")
         return self._zeros
 
-    def tensor_map(self, address: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-                   swizzle: int = 128) -> int:
-        """Device address of the tensor map of an array, for the bulk copy engine; made once for equal arguments.
-
-        shape and box are in elements, outermost first as NumPy has them; strides are in bytes, of all dimensions but the
-        innermost, which is contiguous. Reads outside the shape give zeros, writes are dropped. swizzle: 0, 32, 64 or 128.
-        """
-        key = (address, dtype.name, shape, strides, box, swizzle)
-        found = self._maps.get(key)
+    def tensor_map(self, address: int, form: MapForm) -> int:
+        """Device address of the tensor map of an array, for the bulk copy engine; made once for equal arguments."""
+        found = self._maps.get((address, form))
         if found is None:
-            found = self._maps[key] = self._make_map(address, dtype, shape, strides, box, swizzle)
+            found = self._maps[address, form] = self._make_map(address, form)
         return found
 
     @property
@@ -87,25 +101,24 @@ class Runtime:
         """Tensor maps made so far."""
         return len(self._maps)
 
-    def _make_map(self, address: int, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...],
-                  swizzle: int) -> int:
+    def _make_map(self, address: int, form: MapForm) -> int:
         from cuda.bindings import driver
 
         from zhilight.driver.device import check
 
-        if address % 16 or any(s % 16 for s in strides):
+        if address % 16 or any(s % 16 for s in form.strides):
             raise ShapeError("the bulk copy engine needs an address and strides that are multiples of 16 bytes, got "
-                             f"{address:#x} and {strides}")
+                             f"{address:#x} and {form.strides}")
         kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
         kind = {"bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                 "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, "int32": kinds.CU_TENSOR_MAP_DATA_TYPE_INT32,
-                }.get(dtype.name, kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8)
+                }.get(form.dtype.name, kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8)
         tensor_map = check(driver.cuTensorMapEncodeTiled(
-            kind, len(shape), address,
-            [driver.cuuint64_t(n) for n in reversed(shape)], [driver.cuuint64_t(n) for n in reversed(strides)],
-            [driver.cuuint32_t(n) for n in reversed(box)], [driver.cuuint32_t(1)] * len(shape),
+            kind, len(form.shape), address,
+            [driver.cuuint64_t(n) for n in reversed(form.shape)], [driver.cuuint64_t(n) for n in reversed(form.strides)],
+            [driver.cuuint32_t(n) for n in reversed(form.box)], [driver.cuuint32_t(1)] * len(form.shape),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B" if swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"),
+            getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{form.swizzle}B" if form.swizzle else "CU_TENSOR_MAP_SWIZZLE_NONE"),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE), "cuTensorMapEncodeTiled")
         import numpy as np

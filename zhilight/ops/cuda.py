@@ -7,7 +7,9 @@ captured as graphs. Nothing here waits for the device but `download`, `synchroni
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from math import prod
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from zhilight.driver.tensor import Tensor
 from zhilight.errors import ConfigError, DeviceError, ShapeError
 from zhilight.kernels import activation, embedding, logprobs, norm, rotary, sampling
 from zhilight.kernels.attention_decode import attention_decode
-from zhilight.kernels.attention_prefill import attention_prefill
+from zhilight.kernels.attention_prefill import Chunks, attention_prefill
 from zhilight.kernels.gemm import adds_as_it_stores, gemm
 from zhilight.kernels.runtime import Runtime
 from zhilight.ops.base import Fetch, Ops, SampleResult, SamplingBatch, Step, StepArrays
@@ -124,11 +126,8 @@ class CudaOps(Ops):
     def empty(self, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
         """Takes more rows than asked for, up to an eighth or 63: similar steps then meet the same addresses, so that there
         are few tensor maps however many different steps a server runs."""
-        rows = shape[0]
-        step = 1 << max(6, rows.bit_length() - 4)
-        rounded = -(-rows // step) * step
-        whole = self.pool.workspace((rounded, *shape[1:]), dtype or self.dtype, 1024)
-        return whole if rounded == rows else whole[:rows]
+        dtype = dtype or self.dtype
+        return self.pool.workspace(shape, dtype, 1024, _workspace_bytes(shape, dtype))
 
     def scope(self) -> AbstractContextManager[None]:
         return self.pool.scope()
@@ -199,26 +198,24 @@ class CudaOps(Ops):
 
     # ---- attention --------------------------------------------------------------------------------------------
 
-    def rotary_and_cache(self, qkv: Tensor, step: Step, cos_sin: Tensor, kv_cache: Tensor, num_heads: int,
+    def rotary_and_cache(self, qkv: Tensor, step: CudaStep, cos_sin: Tensor, kv_cache: Tensor, num_heads: int,
                          num_kv_heads: int) -> None:
         rotary.rotary_and_cache(self.runtime, qkv, step.positions, step.slot_mapping, cos_sin, kv_cache, num_heads,
                                 num_kv_heads, self.overlap)
 
-    def attention(self, qkv: Tensor, step: Step, kv_cache: Tensor, num_heads: int, num_kv_heads: int, scale: float,
+    def attention(self, qkv: Tensor, step: CudaStep, kv_cache: Tensor, num_heads: int, num_kv_heads: int, scale: float,
                   window: int | None = None, soft_cap: float | None = None, out: Tensor | None = None) -> Tensor:
         head_dim = kv_cache.shape[4]
         out = self.empty((qkv.shape[0], num_heads * head_dim)) if out is None else out
-        decodes = step.num_decodes
-        if decodes:
-            self.attention_at_ends(qkv[:decodes], step, kv_cache, num_heads, num_kv_heads, scale, window, soft_cap,
-                                   out[:decodes])
+        if step.num_decodes:
+            attention_decode(self.runtime, qkv, kv_cache, step.block_tables, step.context_lens, out, step.num_decodes,
+                             num_heads, num_kv_heads, scale, step.max_context_len, window, soft_cap, self.overlap)
         if step.num_prefills:
-            attention_prefill(self.runtime, qkv, kv_cache, step.block_tables, step.context_lens, step.query_start, out, decodes,
-                              step.num_prefills, step.host_query_start, step.host_context_lens, num_heads, num_kv_heads, scale,
-                              window, soft_cap, self.overlap)
+            attention_prefill(self.runtime, qkv, kv_cache, step.block_tables, step.context_lens, step.query_start, out,
+                              step.chunks, num_heads, num_kv_heads, scale, window, soft_cap, self.overlap)
         return out
 
-    def attention_at_ends(self, qkv: Tensor, step: Step, kv_cache: Tensor, num_heads: int, num_kv_heads: int, scale: float,
+    def attention_at_ends(self, qkv: Tensor, step: CudaStep, kv_cache: Tensor, num_heads: int, num_kv_heads: int, scale: float,
                           window: int | None = None, soft_cap: float | None = None, out: Tensor | None = None) -> Tensor:
         rows = qkv.shape[0]
         out = self.empty((rows, num_heads * kv_cache.shape[4])) if out is None else out
@@ -256,7 +253,7 @@ class CudaOps(Ops):
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
-    def prepare_step(self, arrays: StepArrays, sampled: Tensor | None = None) -> Step:
+    def prepare_step(self, arrays: StepArrays, sampled: Tensor | None = None) -> CudaStep:
         packed = PackedStep(arrays)
         if packed.nbytes > self._step_memory.nbytes:
             self._step_memory = self.pool.allocate("weights", (2 * packed.nbytes,), dtypes.uint8)
@@ -269,6 +266,16 @@ class CudaOps(Ops):
             embedding.feed_tokens(self.runtime, step.token_ids, packed.view(memory, "feed_rows"), sampled,
                                   packed.view(memory, "feed_sources"), self.overlap)
         return step
+
+
+@dataclass(frozen=True)
+class CudaStep(Step):
+    """A Step, and what the layers' launches want of its integers."""
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """The sequences after the decodes; worked out by the first layer for all."""
+        return Chunks(self.host_query_start, self.host_context_lens, self.num_decodes)
 
 
 class PackedStep:
@@ -298,11 +305,11 @@ class PackedStep:
         dtype = dtypes.int64 if name == "slot_mapping" else dtypes.int32
         return Tensor(memory.address + offset, shape, dtype, memory.device, memory.owner)
 
-    def step(self, memory: Tensor) -> Step:
+    def step(self, memory: Tensor) -> CudaStep:
         """The Step whose arrays lie in `memory`."""
         arrays = self.arrays
         lengths = np.diff(arrays.query_start)
-        return Step(
+        return CudaStep(
             **{name: self.view(memory, name) for name in self.ORDER if not name.startswith("feed")},
             num_tokens=len(arrays.token_ids),
             num_decodes=arrays.num_decodes,
@@ -313,6 +320,14 @@ class PackedStep:
             host_query_start=arrays.query_start,
             host_context_lens=arrays.context_lens,
         )
+
+
+@lru_cache(maxsize=1 << 14)
+def _workspace_bytes(shape: tuple[int, ...], dtype: DType) -> int:
+    """What `empty` takes for a tensor: its rows are rounded up by an eighth, or 63, at most."""
+    rows = shape[0]
+    step = 1 << max(6, rows.bit_length() - 4)
+    return dtype.nbytes(-(-rows // step) * step * prod(shape[1:]))
 
 
 @cache

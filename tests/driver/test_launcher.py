@@ -1,0 +1,80 @@
+"""What a launch hands to the driver, read back from the buffers: no GPU, and no kernel is compiled."""
+
+import copy
+import ctypes
+import pickle
+import struct
+from types import SimpleNamespace
+
+import pytest
+from numba.cuda import types
+
+from zhilight.driver.compiler import Pointer, TensorMap, kernel
+from zhilight.driver.dtype import BY_NAME, bfloat16, float32, int32
+from zhilight.driver.launcher import Launcher
+from zhilight.driver.tensor import Tensor
+from zhilight.errors import ShapeError
+
+STREAM = SimpleNamespace(handle=0x7700)
+
+
+@kernel(threads=96, shared=640, cluster=2)
+def example(table: TensorMap, x: Pointer(bfloat16), count: types.int32, scale: types.float32, total: types.int64):
+    pass
+
+
+class Calls(list):
+    """In place of cuLaunchKernelEx: keeps (grid, block, shared bytes, stream, attributes, arguments)."""
+
+    def __call__(self, config: ctypes.c_void_p, function: object, parameters: ctypes.c_void_p, extra: None) -> int:
+        words = struct.unpack("@7IPPI", ctypes.string_at(config.value, 52))
+        addresses = (ctypes.c_void_p * 5).from_address(parameters.value)
+        values = [struct.unpack("@" + code, ctypes.string_at(address, struct.calcsize(code)))[0]
+                  for code, address in zip("QQifq", addresses, strict=True)]
+        self.append((words[:3], words[3:6], words[6], words[7], words[9], values))
+        return 0
+
+
+@pytest.fixture
+def calls():
+    return Calls()
+
+
+@pytest.fixture
+def launch(calls):
+    made = Launcher.__new__(Launcher)
+    made.kernel, made._function, made._launch = example, None, calls
+    made._prepare_arguments()
+    made._prepare_config()
+    return made
+
+
+def test_tensors_and_addresses_are_packed_alike(launch, calls):
+    x = Tensor(0x123456789000, (4, 8), bfloat16)
+    launch(5, (0xABC0, x, -3, 0.5, 1 << 40), STREAM, False)
+    launch((5, 1, 1), (0xABC0, x.address, -3, 0.5, 1 << 40), STREAM, False)
+    assert calls[0] == calls[1] == ((5, 1, 1), (96, 1, 1), 640, 0x7700, 1, [0xABC0, x.address, -3, 0.5, 1 << 40])
+
+
+def test_overlap_is_one_attribute_more_and_a_grid_may_have_three_sizes(launch, calls):
+    launch((5, 6, 7), (0, 0, 0, 0.0, 0), STREAM, True)
+    assert calls[0][0] == (5, 6, 7) and calls[0][4] == 2
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((0, Tensor(64, (4,), float32), 1, 1.0, 1), "x is float32, the kernel reads bfloat16"),
+    ((0, Tensor(64, (4,), bfloat16), 1, 1.0), r"takes \['table', 'x', 'count', 'scale', 'total'\], got"),
+    ((0, 64, 1 << 31, 1.0, 1), "takes .*, got"),
+    ((0, 64, Tensor(64, (1,), int32), 1.0, 1), "takes .*, got"),
+    ((), "takes .*, got"),
+])
+def test_arguments_of_the_wrong_kind_are_named(launch, calls, arguments, message):
+    with pytest.raises(ShapeError, match=message):
+        launch(1, arguments, STREAM, False)
+    assert not calls
+
+
+def test_there_is_one_object_of_each_element_type():
+    """Kernels are named by their dtypes in the processes that compile them."""
+    for dtype in BY_NAME.values():
+        assert pickle.loads(pickle.dumps(dtype)) is copy.deepcopy(dtype) is dtype
