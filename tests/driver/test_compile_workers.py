@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 
 import pytest
 
 from zhilight.driver.compile_workers import CompileWorkers
+from zhilight.driver.compiler import FactoryCall, compile_kernel
+from zhilight.driver.dtype import bfloat16, float32
 from zhilight.errors import DeviceError
+from zhilight.kernels.catalogue import catalogue
+from zhilight.kernels.gemm_small import gemm_small_kernel
 
 SCRIPT = """
 from zhilight.driver.compile_workers import CompileWorkers
@@ -44,3 +49,19 @@ def test_work_that_waits_is_dropped_when_something_fails():
         for _ in range(3):
             workers.submit(__import__("time").sleep, 60)
         raise KeyError("a failure elsewhere")
+
+
+def test_a_kernel_is_the_same_in_a_worker():
+    """Each constant reaches it as the object that it was: factories compare element types by identity."""
+    kernel = gemm_small_kernel(bfloat16, float32, 1, 8, k_tile=64, stages=5)
+    with CompileWorkers(1) as workers:
+        assert workers.submit(code_of, kernel.call).result() == code_of(kernel.call)
+
+
+def code_of(call: FactoryCall) -> bytes:
+    return compile_kernel(call.make(), (8, 0, "")).code
+
+
+def test_every_kernel_is_made_again_from_its_call():
+    for kernel in catalogue():
+        assert pickle.loads(pickle.dumps(kernel.call)).make() is kernel, kernel.name
