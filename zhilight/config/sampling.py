@@ -126,6 +126,8 @@ class SamplingParams:
     def for_choice(self, index: int) -> SamplingParams:
         """The settings of choice `index`: one sequence, with a sub-seed of its own when the request is seeded."""
         seed = self.seed if self.seed is None or index == 0 else _sub_seed(self.seed, index)
+        if self.n == 1 and self.best_of is None and seed == self.seed:
+            return self
         return replace(self, n=1, best_of=None, seed=seed)
 
 

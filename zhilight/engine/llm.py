@@ -151,7 +151,7 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams, streamed: bool) -> CollectedRequest:
         text, ids = self._ids(prompt)
         if self.tokenizer is None:
-            params = replace(params, detokenize=False)
+            params = replace(params, detokenize=False) if params.detokenize else params
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
                     raise RequestError(f"{_NO_TOKENIZER}, so it cannot honour {name}: use token ids.", param=name)
