@@ -28,11 +28,14 @@ LAYERS = 4
 VARIANTS = {
     "chosen": None,
     "alone": Tile(256),
+    "alone, band 16": Tile(256, band=16),
     "pairs share weights": Tile(256, 2),
-    "weights leave L2 first": Tile(256, 2, hints="w"),
-    "the same, band 16": Tile(256, 2, band=16, hints="w"),
-    "and x leaves L2 last": Tile(256, 2, hints="wx"),
-    "and that, band 16": Tile(256, 2, band=16, hints="wx"),
+    "the same, band 2": Tile(256, 2, band=2),
+    "the same, band 4": Tile(256, 2, band=4),
+    "the same, band 16": Tile(256, 2, band=16),
+    "pairs share x, band 16": Tile(256, 1, 2, band=16),
+    "fours share weights, band 4": Tile(256, 4, band=4),
+    "2 x 2 share both": Tile(256, 2, 2),
 }
 
 

@@ -43,15 +43,11 @@ from zhilight.kernels.gemm_sm90_tiles import ROWS, Tile, choose_tile
 from zhilight.kernels.ptx import (
     address,
     bulk_load_2d,
-    bulk_load_2d_hint,
     bulk_load_2d_multicast,
-    bulk_load_2d_multicast_hint,
     bulk_wait_read,
     cluster_arrive,
     cluster_rank,
     cluster_wait,
-    evict_first_policy,
-    evict_last_policy,
     f32,
     fence_mbarrier_init,
     grid_dependency_launch,
@@ -115,7 +111,6 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
     """The arguments are those of gemm_sm90. Rank in a cluster: ((part of K) * share_x + column) * share_weight + row."""
     tile_n, share_w, share_x, split = tile.columns, tile.share_weight, tile.share_x, tile.split
     band, resident = tile.band, tile.resident
-    w_hint, x_hint = "w" in tile.hints, "x" in tile.hints
     share = share_w * share_x
     cluster = share * split
     peers = share_w + share_x - 1
@@ -145,13 +140,8 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                 mbarrier_arrive(barrier)
 
     @cuda.jit(device=True)
-    def load_weight(ring, weight, barrier, kk, column, w_place, w_blocks, policy):
-        if share_w > 1 and w_hint:
-            bulk_load_2d_multicast_hint(ring + u32(X_BYTES) + u32(w_place) * u32(w_part), weight, barrier, kk,
-                                   column + w_place * i32(w_rows), w_blocks, policy)
-        elif w_hint:
-            bulk_load_2d_hint(ring + u32(X_BYTES), weight, barrier, kk, column, policy)
-        elif share_w > 1:
+    def load_weight(ring, weight, barrier, kk, column, w_place, w_blocks):
+        if share_w > 1:
             bulk_load_2d_multicast(ring + u32(X_BYTES) + u32(w_place) * u32(w_part), weight, barrier, kk,
                                    column + w_place * i32(w_rows), w_blocks)
         else:
@@ -208,8 +198,6 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
             if tid == i32(256):
                 w_blocks = u32(w_mask) << u32(rank - w_place)
                 x_blocks = u32(x_mask) << u32(part * i32(share) + w_place)
-                policy = evict_first_policy()
-                keep = evict_last_policy()
                 stage = i32(0)
                 phase = u32(1)
                 ahead = i32(0)
@@ -220,7 +208,7 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                         barrier = full + u32(i) * u32(8)
                         mbarrier_expect(barrier, u32(stage_bytes))
                         load_weight(base + u32(i) * u32(stage_bytes), weight, barrier, (first_step + i32(i)) * i32(STEP),
-                                    left + column_tile * i32(share_x * tile_n), w_place, w_blocks, policy)
+                                    left + column_tile * i32(share_x * tile_n), w_place, w_blocks)
                     grid_dependency_wait()
                 t = first_tile
                 while t < tiles:
@@ -236,12 +224,10 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                         else:
                             mbarrier_wait(empty + u32(stage) * u32(8), phase)
                             mbarrier_expect(barrier, u32(stage_bytes))
-                            load_weight(ring, weight, barrier, step * i32(STEP), column, w_place, w_blocks, policy)
+                            load_weight(ring, weight, barrier, step * i32(STEP), column, w_place, w_blocks)
                         if share_x > 1:
                             bulk_load_2d_multicast(ring + u32(x_place) * u32(x_part), x, barrier, step * i32(STEP),
                                                    row + x_place * i32(x_rows), x_blocks)
-                        elif x_hint:
-                            bulk_load_2d_hint(ring, x, barrier, step * i32(STEP), row, keep)
                         else:
                             bulk_load_2d(ring, x, barrier, step * i32(STEP), row)
                         stage += i32(1)

@@ -25,7 +25,6 @@ class Tile:
     split: int = 1
     band: int = 8
     resident: int = 1
-    hints: str = ""
 
     @property
     def label(self) -> str:

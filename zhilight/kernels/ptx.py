@@ -232,15 +232,6 @@ bulk_load_2d_multicast = ptx(
     "{ .reg .u16 m; cvt.u16.u32 m, $5; " + _LOAD.format(n=2) + ".multicast::cluster [$0], [$1, {$3, $4}], [$2], m; }",
     void, u32, u64, u32, i32, i32, u32)
 """The last argument is the mask of the cluster's blocks that receive the tile, at the same shared address."""
-bulk_load_2d_hint = ptx(_LOAD.format(n=2) + ".L2::cache_hint [$0], [$1, {$3, $4}], [$2], $5;", void, u32, u64, u32, i32, i32,
-                        u64)
-"""As bulk_load_2d, and an L2 policy."""
-bulk_load_2d_multicast_hint = ptx(
-    "{ .reg .u16 m; cvt.u16.u32 m, $5; " + _LOAD.format(n=2)
-    + ".multicast::cluster.L2::cache_hint [$0], [$1, {$3, $4}], [$2], m, $6; }", void, u32, u64, u32, i32, i32, u32, u64)
-evict_first_policy = ptx("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", u64)
-evict_last_policy = ptx("createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", u64)
-"""L2 policies: lines that go first, or last, when others need their place."""
 prefetch_tensor_map = ptx("prefetch.tensormap [$0];", void, u64)
 
 
