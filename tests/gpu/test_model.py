@@ -110,12 +110,12 @@ def demo_margins(demo_source):
 
 
 @pytest.mark.demo
-@pytest.mark.parametrize("dtype, limit", [("float16", 3e-2), ("bfloat16", 0.2)])
-def test_demo_model(demo_source, demo_margins, dtype, limit):
+@pytest.mark.parametrize("dtype, limit, close", [("float16", 3e-2, 0.1), ("bfloat16", 0.2, 0.3)])
+def test_demo_model(demo_source, demo_margins, dtype, limit, close):
     """The ten log-probabilities of the first step against transformers in float32, and the same text up to a close call.
 
-    bfloat16's limit is what transformers itself differs by between the two types on these prompts: rounding, however
-    exact the sums.
+    bfloat16's limits are what its rounding does to this model however exact the sums: transformers itself, in bfloat16, is up
+    to 0.2 from its float32 on these prompts, and a margin is off by as much as two log-probabilities.
     """
     llm = LLM(str(demo_source.path), device="cuda", gpu_memory_utilization=0.6, max_model_len=2048, dtype=dtype)
     try:
@@ -133,5 +133,5 @@ def test_demo_model(demo_source, demo_margins, dtype, limit):
         print(f"{dtype} {prompt!r}: largest error {max(errors):.4f}, first {errors[0]:.4f}, text differs at {difference}"
               + ("" if difference is None else f", where the margin is {margins[difference]:.4f}"))
         assert len(errors) >= 8 and max(errors) < limit, prompt
-        assert difference is None or margins[difference] < 0.1, prompt
+        assert difference is None or margins[difference] < close, prompt
     assert "Paris" in outputs[0].outputs[0].text

@@ -208,7 +208,7 @@ def sample(runtime: Runtime, logits: Any, batch: Any, token_ids: Any, work: Any)
     best = runtime.scratch(scratch_bytes(rows, vocab, batch.all_greedy))
     masked = batch.allowed_mask is not None
     # one chunk a block fills the GPU for few rows; for many, longer blocks pay for their reduction
-    a_block = 4 if rows * chunks >= 32 * runtime.multiprocessors else 1
+    a_block = 4 if rows * chunks >= 15 * runtime.multiprocessors else 1
     argmax_kernel(vocab, stride, masked, a_block).launch(
         (-(-chunks // a_block), rows, 1), work, batch.allowed_mask if masked else 0, best, token_ids, runtime.counters(rows),
         stream=stream)
