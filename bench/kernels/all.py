@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHES = ("gemm", "gemm_small", "gemm_sm80", "attention_prefill", "attention_decode", "small")
+BENCHES = ("gemm", "gemm_small", "gemm_sm80", "attention_prefill", "attention_decode", "small", "gemm_sustained")
 
 
 def main() -> int:

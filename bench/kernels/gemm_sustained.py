@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness import Bench, view
+from harness import Bench, Record, view, write
 
 from zhilight.driver.compiler import Kernel, compile_all
 from zhilight.driver.dtype import bfloat16
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--seconds", type=float, default=0.5, help="a variant and round")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", help="write the records there")
     options = parser.parse_args()
     bench, m = Bench(), options.tokens
     compile_all(kernels(m, bench.runtime.multiprocessors), (9, 0, "a"), progress=False)
@@ -109,25 +110,31 @@ def main() -> None:
     made = {"cuBLAS": [cublas(layer) for layer in weights]}
     made |= {name: [ours(bench, layer, tile) for layer in weights] for name, tile in VARIANTS.items()}
     sustained(bench, [call for layer in made["chosen"] for call in layer.values()], 2.0)
+    records = []
     for name, (n, k) in SHAPES.items():
         runs = {variant: [layer[name] for layer in each] for variant, each in made.items()}
-        measure(bench, f"{name} {n} x {k}", runs, 2 * m * n * k, options)
+        records += measure(bench, f"{name} {n} x {k}, M {m}", runs, 2 * m * n * k, options)
     runs = {variant: [call for layer in each for call in layer.values()] for variant, each in made.items()}
-    measure(bench, "a layer", runs, sum(2 * m * n * k for n, k in SHAPES.values()) / len(SHAPES), options)
+    operations = sum(2 * m * n * k for n, k in SHAPES.values()) / len(SHAPES)
+    records += measure(bench, f"of a layer, mean, M {m}", runs, operations, options)
+    write(options.json, records)
 
 
 def measure(bench: Bench, what: str, runs: dict[str, list[Callable[[], None]]], operations: float,
-            options: argparse.Namespace) -> None:
-    """operations: of a call, on average."""
+            options: argparse.Namespace) -> list[Record]:
+    """A record a variant. operations: of a call, on average."""
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runs}
     for turn in range(options.rounds):
         for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
             results[name].append(sustained(bench, runs[name], options.seconds))
-    for name, found in results.items():
-        rates = " ".join(f"{operations / ms / 1e9:6.1f}" for ms, _, _ in found)
-        ms, clock, watts = (sum(column) / len(found) for column in zip(*found, strict=True))
-        print(f"{what:18s} {name:28s} {operations / ms / 1e9:6.1f} TFLOP/s ({rates}), {clock:.0f} MHz, {watts:.0f} W",
-              flush=True)
+    means = {name: [sum(column) / len(found) for column in zip(*found, strict=True)] for name, found in results.items()}
+    peer = means.pop("cuBLAS")
+    records = []
+    for name, (ms, clock, watts) in means.items():
+        note = f"{name}: {clock:.0f} MHz, {watts:.0f} W (cuBLAS {peer[1]:.0f} MHz, {peer[2]:.0f} W)"
+        records.append(Record("gemm, sustained", what, ms * 1e3, "cuBLAS", peer[0] * 1e3, operations / ms / 1e9, note=note))
+        print(records[-1].line(), flush=True)
+    return records
 
 
 if __name__ == "__main__":
