@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import numpy as np
 import pytest
 
-from zhilight.driver.dtype import bfloat16, float16, float32, int32
-from zhilight.driver.tensor import contiguous_strides
+from zhilight.driver.dtype import DType, bfloat16, float16, float32, int32
+from zhilight.driver.tensor import Tensor
 from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill_sm80 as sm80
 from zhilight.kernels import attention_prefill_sm90 as sm90
@@ -41,22 +39,14 @@ def test_prefill_blocks_fit_the_smallest_device_they_run_on(head_dim):
         assert large.shared + 1024 <= HOPPER
 
 
-@dataclass(frozen=True)
-class Array:
-    """A device array that is never touched."""
-
-    shape: tuple[int, ...]
-    dtype: object = bfloat16
-    address: int = 4096
-    given_strides: tuple[int, ...] | None = None
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        return self.given_strides or contiguous_strides(self.shape)
+def array(shape: tuple[int, ...], dtype: DType = bfloat16, address: int = 4096,
+          given_strides: tuple[int, ...] | None = None) -> Tensor:
+    """Of device memory that is never touched."""
+    return Tensor(address, shape, dtype, strides=given_strides)
 
 
-GOOD = {"qkv": Array((5, 6 * 128)), "kv_cache": Array((9, 2, 1, 64, 128)), "block_tables": Array((2, 4), int32),
-        "out": Array((5, 4 * 128)), "num_heads": 4, "num_kv_heads": 1, "window": None, "soft_cap": None}
+GOOD = {"qkv": array((5, 6 * 128)), "kv_cache": array((9, 2, 1, 64, 128)), "block_tables": array((2, 4), int32),
+        "out": array((5, 4 * 128)), "num_heads": 4, "num_kv_heads": 1, "window": None, "soft_cap": None}
 
 
 def test_good_arguments_give_head_and_block_size():
@@ -64,17 +54,17 @@ def test_good_arguments_give_head_and_block_size():
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [
-    ("kv_cache", Array((9, 2, 2, 64, 128)), r"kv_cache is \[9, 2, 2, 64, 128\]; expected \[blocks, 2, 1"),
-    ("kv_cache", Array((9, 2, 1, 64, 72)), "head size 72"),
-    ("kv_cache", Array((9, 2, 1, 48, 128)), "block size 48"),
-    ("kv_cache", Array((9, 2, 1, 64, 128), float16), "kv_cache float16"),
-    ("kv_cache", Array((9, 2, 1, 64, 128), given_strides=(32768, 8192, 8192, 128, 1)), "must be contiguous"),
-    ("qkv", Array((5, 6 * 128), float32), "qkv is float32"),
-    ("qkv", Array((5, 3 * 128)), "qkv is .* at least 512"),
-    ("qkv", replace(GOOD["qkv"], given_strides=(771, 1)), "multiple of 16 bytes"),
-    ("out", replace(GOOD["out"], address=4098), "out must start at a multiple of 16 bytes"),
+    ("kv_cache", array((9, 2, 2, 64, 128)), r"kv_cache is \[9, 2, 2, 64, 128\]; expected \[blocks, 2, 1"),
+    ("kv_cache", array((9, 2, 1, 64, 72)), "head size 72"),
+    ("kv_cache", array((9, 2, 1, 48, 128)), "block size 48"),
+    ("kv_cache", array((9, 2, 1, 64, 128), float16), "kv_cache float16"),
+    ("kv_cache", array((9, 2, 1, 64, 128), given_strides=(32768, 8192, 8192, 128, 1)), "must be contiguous"),
+    ("qkv", array((5, 6 * 128), float32), "qkv is float32"),
+    ("qkv", array((5, 3 * 128)), "qkv is .* at least 512"),
+    ("qkv", array((5, 6 * 128), given_strides=(771, 1)), "multiple of 16 bytes"),
+    ("out", array((5, 4 * 128), address=4098), "out must start at a multiple of 16 bytes"),
     ("num_heads", 17, "num_heads 17"),
-    ("block_tables", Array((2, 4), float32), "block_tables must be int32"),
+    ("block_tables", array((2, 4), float32), "block_tables must be int32"),
     ("window", 0, "window is 0"),
     ("soft_cap", -1.0, "soft_cap is -1.0"),
 ])
