@@ -22,10 +22,18 @@ from zhilight.weights.loader import load_model
 from zhilight.weights.source import ModelSource
 
 
-def load(folder: Path, config: dict, weights: dict) -> Model:
+def load(folder: Path, config: dict, weights: dict, ops: CpuOps | None = None) -> Model:
     save_folder(folder, config, weights)
     source = ModelSource("folder", folder)
-    return load_model(EngineConfig(model=str(folder)), read_model_config(source), source, CpuOps(poison=True), progress=False)
+    return load_model(EngineConfig(model=str(folder)), read_model_config(source), source, ops or CpuOps(poison=True),
+                      progress=False)
+
+
+class AddingOps(CpuOps):
+    """A backend whose products add to the residual as they store, as the GPU's do for many rows."""
+
+    def linear_add(self, x, weight, residual, bias=None, out=None):
+        residual += self.linear(x, weight, bias)
 
 
 @pytest.fixture(params=MODELS)
@@ -53,6 +61,13 @@ def test_chunks_then_decode(model, golden):
     pieces = [sequence.logits(ids[start:end]) for start, end in ((0, 17), (17, 18), (18, 35))]
     pieces += [sequence.logits([token]) for token in ids[35:]]
     np.testing.assert_allclose(np.concatenate(pieces), golden, atol=1e-4)
+
+
+def test_products_that_add_to_the_residual(name, tmp_path, golden):
+    model = load(tmp_path, MODELS[name], tiny_weights(MODELS[name]), AddingOps(poison=True))
+    ids, sequence = token_ids().tolist(), Sequence(model.ops, model, 48)
+    pieces = [sequence.logits(ids[:20]), sequence.logits(ids[20:33], last_only=True), sequence.logits(ids[33:])]
+    np.testing.assert_allclose(np.concatenate(pieces), golden[[*range(20), 32, *range(33, len(ids))]], atol=1e-4)
 
 
 def test_sequences_of_a_batch_do_not_mix(model, golden):
