@@ -191,6 +191,21 @@ def test_prompt_log_probabilities_of_a_long_prompt_take_several_steps():
     assert max(rows) <= MAX_PROMPT_ROWS + 4
 
 
+def test_logits_are_wanted_at_ends_unless_for_a_prompt():
+    """The last layer may leave the other rows out in every step, also where a chunk that ends no prompt was planned first."""
+    core, seen = make_core(budget=48), []
+    begin = core.runner.begin
+    core.runner.begin = lambda plan: seen.append(plan) or begin(plan)
+    rng = np.random.default_rng(8)
+    for handle in range(12):
+        wanted = {"prompt_logprobs": 1} if handle == 11 else {}
+        add(core, handle, rng.integers(4, VOCAB, int(rng.integers(1, 100))), greedy(max_tokens=6, **wanted))
+    run(core)
+    partial = [plan for plan in seen if 0 < plan.num_samples < len(plan.arrays.context_lens)]
+    assert partial and any(not plan.num_samples for plan in seen) and any(plan.prompt_rows for plan in seen)
+    assert all(plan.arrays.logits_at_ends for plan in seen if not plan.prompt_rows)
+
+
 # ---- aborts ---------------------------------------------------------------------------------------------------------
 
 
