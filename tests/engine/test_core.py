@@ -192,7 +192,7 @@ def test_prompt_log_probabilities_of_a_long_prompt_take_several_steps():
 
 
 def test_logits_are_wanted_at_ends_unless_for_a_prompt():
-    """The last layer may leave the other rows out in every step, also where a chunk that ends no prompt was planned first."""
+    """The last layer may leave the other rows out in every step: only its last chunk stops short of its prompt's end."""
     core, seen = make_core(budget=48), []
     begin = core.runner.begin
     core.runner.begin = lambda plan: seen.append(plan) or begin(plan)

@@ -142,8 +142,6 @@ class Scheduler:
     def _plan(self, decodes: np.ndarray, chunks: list[Chunk], prompt_rows: _PromptRowBuilder, assigned: list[Request],
               requests: list[Request]) -> StepPlan:
         table = self.table
-        if not prompt_rows.spans:  # those that sample first: all logit rows then are ends of the first sequences
-            chunks.sort(key=lambda chunk: not chunk.samples)
         rows, targets = prompt_rows.finish(len(decodes), chunks)
         arrays = table.build(decodes, chunks, rows)
         table.computed[decodes] += 1
