@@ -168,7 +168,7 @@ def test_prepare_step_feeds_sampled_tokens(ops):
         logit_rows=np.array([0, 1, 2]), num_decodes=3, feed_rows=np.array([0, 2]), feed_sources=np.array([5, 1]))
     step = ops.prepare_step(arrays, np.array([90, 91, 92, 93, 94, 95], np.int32))
     assert step.token_ids.tolist() == [95, 11, 91]
-    assert (step.num_tokens, step.num_sequences, step.max_query_len, step.max_context_len) == (3, 3, 1, 7)
+    assert (step.num_tokens, step.num_sequences, step.max_context_len) == (3, 3, 7)
     assert arrays.token_ids.tolist() == [-1, 11, -1]
     with pytest.raises(ShapeError, match="feed_rows"):
         ops.prepare_step(arrays)

@@ -52,7 +52,6 @@ class Step:
     num_tokens: int
     num_decodes: int
     num_sequences: int
-    max_query_len: int
     max_context_len: int
     logits_at_ends: bool
     host_query_start: np.ndarray

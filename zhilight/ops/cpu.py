@@ -224,7 +224,6 @@ class CpuOps(Ops):
             num_tokens=token_ids.shape[0],
             num_decodes=arrays.num_decodes,
             num_sequences=context_lens.shape[0],
-            max_query_len=int(np.diff(query_start).max(initial=0)),
             max_context_len=int(context_lens.max(initial=0)),
             logits_at_ends=arrays.logits_at_ends,
             host_query_start=query_start,

@@ -308,13 +308,11 @@ class PackedStep:
     def step(self, memory: Tensor) -> CudaStep:
         """The Step whose arrays lie in `memory`."""
         arrays = self.arrays
-        lengths = np.diff(arrays.query_start)
         return CudaStep(
             **{name: self.view(memory, name) for name in self.ORDER if not name.startswith("feed")},
             num_tokens=len(arrays.token_ids),
             num_decodes=arrays.num_decodes,
             num_sequences=len(arrays.context_lens),
-            max_query_len=int(lengths.max(initial=0)),
             max_context_len=self.max_context_len or int(arrays.context_lens.max(initial=0)),
             logits_at_ends=arrays.logits_at_ends,
             host_query_start=arrays.query_start,
