@@ -98,6 +98,7 @@ def test_what_argmax_leaves(make):
     place = emulator.runtime.scratch
     emulator.runtime.scratch = lambda nbytes: scratch.append(place(nbytes)) or scratch[0]
     logits = np.random.default_rng(1).standard_normal((2, CHUNK + 3)).astype(np.float32) - np.float32([[0], [9]])
+    logits[:, CHUNK + 1] = 7, -2  # not in the block whose word it is
     tokens = check(emulator, logits)
     found = np.frombuffer(emulator.memory.content(scratch[0], 2 * 2 * 8), np.uint64).reshape(2, 2)[:, 0]
     np.testing.assert_array_equal(np.uint32(0xFFFFFFFF) - (found & np.uint64(0xFFFFFFFF)).astype(np.uint32), tokens)
