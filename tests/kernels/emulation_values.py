@@ -1,7 +1,8 @@
 """What emulated kernels compute with: integers of numba's widths, and memory that refuses bad accesses and races.
 
-Floats are np.float32, so each operation is rounded as on the device. (The device may fuse a multiply and an add; tests allow
-for that in their tolerance.)
+Floats are np.float32, so each operation is rounded as on the device, but: the device may fuse a multiply and an add, and numba
+makes float64 of a float32 and a plain integer, which stays float32 here. NaN keeps its bits, where an addition on the device
+makes it 0x7fffffff.
 """
 
 from __future__ import annotations
