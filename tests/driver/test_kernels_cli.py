@@ -8,8 +8,19 @@ import pytest
 from numba.cuda import types
 
 from zhilight.driver import kernels_cli
-from zhilight.driver.compiler import CompileResult, Pointer, Resources, compile_each, kernel, kernel_factory, lower, ptx_of
-from zhilight.driver.dtype import int32
+from zhilight.driver.compiler import (
+    CompileResult,
+    KernelCompileError,
+    Pointer,
+    Resources,
+    compile_each,
+    compile_kernel,
+    kernel,
+    kernel_factory,
+    lower,
+    ptx_of,
+)
+from zhilight.driver.dtype import float32, int32
 from zhilight.errors import ConfigError
 from zhilight.kernels import catalogue as catalogue_module
 
@@ -72,6 +83,23 @@ def test_several_capabilities_share_one_pass_of_numba(run, tmp_path):
     assert {path.parent.name for path in tmp_path.rglob("*.cubin")} == {"sm_80", "sm_90a"}
     (again,) = compile_each([(fill_kernel(1), [hopper, ampere])], jobs=1, progress=False)
     assert [(result.cached, result.resources) for result in again] == [(True, result.resources) for result in results[::-1]]
+
+
+@kernel_factory
+def scale_kernel(factor: float | int, cast: bool = False, meant: bool = False):
+    @kernel(threads=64, float64=meant)
+    def scale(x: Pointer(float32)):
+        x[0] = x[0] * (types.float32(factor) if cast else factor)
+
+    return scale
+
+
+def test_float64_by_accident_is_an_error():
+    for factor in (2, 0.5):
+        with pytest.raises(KernelCompileError, match="computes in float64"):
+            compile_kernel(scale_kernel(factor), (8, 0, ""))
+        compile_kernel(scale_kernel(factor, cast=True), (8, 0, ""))
+        compile_kernel(scale_kernel(factor, meant=True), (8, 0, ""))
 
 
 def test_wrong_arguments_name_the_way_out(run, monkeypatch):

@@ -39,6 +39,9 @@ Capability = tuple[int, int, str]
 """(9, 0, "a") for sm_90a, (8, 0, "") for sm_80."""
 
 
+_FLOAT64 = re.compile(r"^.* = (f(add|sub|mul|div|rem|neg|cmp)\b|(tail )?call\b).* double .*$", re.MULTILINE)
+
+
 class KernelCompileError(ZhiLightError):
     """A kernel does not compile, or compiles to something that must not be used."""
 
@@ -106,7 +109,7 @@ class Kernel:
     """
 
     def __init__(self, function: Callable, threads: int, min_blocks: int, shared: int, cluster: int, fastmath: bool,
-                 min_capability: Capability, max_registers: int | None):
+                 min_capability: Capability, max_registers: int | None, float64: bool):
         self.function = function
         self.threads = threads
         self.min_blocks = min_blocks
@@ -115,6 +118,7 @@ class Kernel:
         self.fastmath = fastmath
         self.min_capability = min_capability
         self.max_registers = max_registers
+        self.float64 = float64
         self.parameters = [(p.name, p.annotation) for p in inspect.signature(function).parameters.values()]
         for parameter, annotation in self.parameters:
             if annotation is inspect.Parameter.empty or isinstance(annotation, str):
@@ -173,14 +177,16 @@ class LaunchRecorder:
 
 
 def kernel(*, threads: int, min_blocks: int = 1, shared: int = 0, cluster: int = 1, fastmath: bool = True,
-           min_capability: Capability = (8, 0, ""), max_registers: int | None = None) -> Callable[[Callable], Kernel]:
+           min_capability: Capability = (8, 0, ""), max_registers: int | None = None,
+           float64: bool = False) -> Callable[[Callable], Kernel]:
     """Mark a function as a kernel of `threads` threads a block, `shared` bytes of dynamic shared memory.
 
     min_blocks: blocks an SM that the compiler must leave registers for. cluster: blocks of a cluster (along x).
-    max_registers: a bound that a test holds the compiler to.
+    max_registers: a bound that a test holds the compiler to. float64: it means to compute in float64, which is an error
+    elsewhere: numba takes a float32 times a plain integer for one.
     """
     def decorate(function: Callable) -> Kernel:
-        return Kernel(function, threads, min_blocks, shared, cluster, fastmath, min_capability, max_registers)
+        return Kernel(function, threads, min_blocks, shared, cluster, fastmath, min_capability, max_registers, float64)
 
     return decorate
 
@@ -281,6 +287,8 @@ def compile_kernel(kernel: Kernel, capability: Capability, lowered: Any = None) 
     start = time.perf_counter()
     arch = architecture(capability)
     library = lowered or lower(kernel, capability)
+    if not kernel.float64 and (found := _FLOAT64.search(library.get_llvm_str())):
+        raise KernelCompileError(f"{kernel.name} computes in float64, which none of its types ask for: {found[0].strip()}")
     ltoir = library.get_ltoir(cc=_numba_capability(capability))
     code, log = _link(kernel, arch, ltoir)
     for message in ("C7504", "C7509"):

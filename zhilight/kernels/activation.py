@@ -33,13 +33,13 @@ from zhilight.kernels.runtime import Runtime
 from zhilight.kernels.vector import unpack8
 
 THREADS = 256
-LOG2_E = 1.4426950408889634
+MINUS_LOG2_E = -1.4426950408889634
 
 
 @cuda.jit(device=True, forceinline=True, fastmath=True)
 def silu(value):
     """value / (1 + exp(-value)), to about 2 ulp of float32."""
-    return value * reciprocal_approx(f32(1) + exp2_approx(value * f32(-LOG2_E)))
+    return value * reciprocal_approx(f32(1) + exp2_approx(value * f32(MINUS_LOG2_E)))
 
 
 @kernel_factory

@@ -147,7 +147,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
         while index < i32(G * D // 4):
             row = index // i32(D // 4)
             column = index % i32(D // 4) * i32(4)
-            best = f32(2 * LOWEST)
+            best = f32(HIDDEN)
             sum_ = f32(0)
             o0 = f32(0)
             o1 = f32(0)
@@ -157,7 +157,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
             part = i32(0)
             while part < parts:
                 for i in range(MERGED_PARTS):
-                    values[i, 0] = f32(2 * LOWEST)
+                    values[i, 0] = f32(HIDDEN)
                     for e in range(1, 6):
                         values[i, e] = f32(0)
                     if part + i32(i) < parts:

@@ -10,6 +10,7 @@ from numba import cuda
 from zhilight.kernels.ptx import FULL_WARP, exp2_approx, f32, i32, reciprocal_approx
 
 LOG2_E = 1.4426950408889634
+TWICE_LOG2_E = 2 * LOG2_E
 HIDDEN = -2e30
 """Score of a masked key: below LOWEST, so that its weight is exactly zero even while a row has seen no key."""
 LOWEST = -1e30
@@ -52,6 +53,6 @@ def find_tile(query_start, first, count, tile, rows, lane):
 @cuda.jit(device=True)
 def cap_score(score, inner, outer):
     """outer * tanh(score * inner), by exp2 and a reciprocal: absolute error near 1e-6 * outer, where tanh.approx has 5e-4."""
-    doubled = exp2_approx(score * (inner * f32(2 * LOG2_E)))
+    doubled = exp2_approx(score * (inner * f32(TWICE_LOG2_E)))
     return outer - f32(2) * outer * reciprocal_approx(doubled + f32(1))
 

@@ -117,7 +117,7 @@ def draw_kernel(vocab_size: int, stride: int) -> Kernel:
         cuda.syncthreads()
         return u32(base + prefix), above
 
-    @kernel(threads=DRAW_THREADS, fastmath=False)
+    @kernel(threads=DRAW_THREADS, fastmath=False, float64=True)
     def draw(logits: Pointer(float32), temperature: Pointer(float32), top_k: Pointer(int32), top_p: Pointer(float32),
              min_p: Pointer(float32), seeds: Pointer(uint64), positions: Pointer(int64), best: Pointer(uint64),
              masses: Pointer(uint64), cutoffs: Pointer(float32), candidates: Pointer(uint64), counts: Pointer(int32),

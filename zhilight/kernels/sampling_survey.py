@@ -82,6 +82,9 @@ def survey_kernel(vocab_size: int, stride: int) -> Kernel:
     chunks = -(-vocab_size // CHUNK)
     warps = THREADS // 32
     range_ = WEIGHT_BITS / LOG2_E     # of (maximum - logit) / temperature: beyond it the weight is 0
+    bin_width, bins_a_unit = range_ / COARSE, COARSE / range_
+    bin_log2 = -range_ / COARSE * LOG2_E
+    more_than_one = 1.00001 / (1 << WEIGHT_BITS)
 
     @kernel(threads=THREADS, fastmath=False)
     def survey(logits: Pointer(float32), temperature: Pointer(float32), top_k: Pointer(int32), top_p: Pointer(float32),
@@ -116,7 +119,7 @@ def survey_kernel(vocab_size: int, stride: int) -> Kernel:
                 if weight > u64(0):
                     mass += weight
                     if filters:
-                        place = min(i32(COARSE - 1), i32((maximum - values[tile, j]) / heat * f32(COARSE / range_)))
+                        place = min(i32(COARSE - 1), i32((maximum - values[tile, j]) / heat * f32(bins_a_unit)))
                         cuda.atomic.add(bin_counts, place, u32(1))
         for step in (16, 8, 4, 2, 1):
             mass += shuffle_xor_u64(mass, u32(step))
@@ -144,7 +147,7 @@ def survey_kernel(vocab_size: int, stride: int) -> Kernel:
                 if filters:
                     # one warp, PER_LANE bins a lane: where the count reaches k, or a lower bound of the mass top_p of it.
                     # (After top_k, top_p is of what top_k keeps, all of which the draw must see.)
-                    width = f32(-range_ / COARSE * LOG2_E)
+                    width = f32(bin_log2)
                     by_count = k > i32(0) and k < i32(vocab_size)
                     want = f32(k)
                     if not by_count:
@@ -154,7 +157,7 @@ def survey_kernel(vocab_size: int, stride: int) -> Kernel:
                             total += f32(masses[row * i64(chunks) + i64(c)])
                             c += i32(32)
                         total = warp_sum(total)
-                        want = total * f32(1.00001 / (1 << WEIGHT_BITS)) * top_p[row]
+                        want = total * f32(more_than_one) * top_p[row]
                     amounts = cuda.local.array(PER_LANE, types.float32)
                     own = f32(0)
                     for i in range(PER_LANE):
@@ -177,7 +180,7 @@ def survey_kernel(vocab_size: int, stride: int) -> Kernel:
                     for step in (16, 8, 4, 2, 1):
                         last = min(last, cuda.shfl_xor_sync(u32(FULL_WARP), last, step))
                     # a bin further, for the rounding of the division that found the bins
-                    low = f32(last + i32(2)) * f32(range_ / COARSE)
+                    low = f32(last + i32(2)) * f32(bin_width)
                 elif min_p[row] > f32(0):  # a little below, for the approximate logarithm
                     low = min(f32(range_), f32(0.01) - log2_approx(min_p[row]) / f32(LOG2_E))
                 if thread == i32(0):

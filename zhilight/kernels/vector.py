@@ -8,7 +8,7 @@ import functools
 from numba import cuda
 
 from zhilight.driver.dtype import DType
-from zhilight.kernels.ptx import FULL_WARP, i32, load_shared_f32, pack, store_shared_f32, u32, unpack
+from zhilight.kernels.ptx import FULL_WARP, f32, i32, load_shared_f32, pack, store_shared_f32, u32, unpack
 
 WARP = 32
 
@@ -66,7 +66,7 @@ def block_sum(threads: int):
             lane = thread % i32(WARP)
             value = load_shared_f32(shared + u32(min(lane, i32(warps - 1))) * u32(4))
             if lane >= i32(warps):
-                value = value * 0
+                value = f32(0)
             value = warp_sum(value)
         return value
 
