@@ -55,12 +55,12 @@ print(output.outputs[0].token_ids, os.times().user, *heavy)
 """
 
 
-def test_first_token_comes_soon(demo_source):
-    """5 s from the start of the process, on user CPU seconds, so that neither a busy machine fails it nor one whose first touch
-    of memory is slow; measured 2 to 3 (bench/startup.py has wall-clock times)."""
+def test_first_token_comes_soon(demo_source, timing):
+    """5 s from the start of the process (bench/startup.py has wall-clock times). On user CPU seconds, so that neither a busy
+    machine fails it nor one whose first touch of memory is slow: 2 to 3.5; twice the limit on a machine that may be shared."""
     run = subprocess.run([sys.executable, "-c", FIRST_TOKEN], check=True, capture_output=True, text=True)
     tokens, seconds, *heavy = run.stdout.split()
     item = next(item for item in ITEMS if item["prompt"] == "Once upon a time")
     assert tokens == f"[{item['greedy_ids'][0]}]"
     assert not heavy
-    assert float(seconds) < 5
+    assert float(seconds) < (5 if timing else 10)

@@ -65,8 +65,9 @@ async def test_256_streams(stub: Stub, timing: bool) -> None:
     print(json.dumps(figures), f"server CPU {per_token * 1e6:.0f} us a token")
     assert not figures["failures"]
     assert figures["tokens"] == STREAMS * TOKENS
-    # The last token of a step waits for the other 255: their cost is the latency that the server adds.
-    assert per_token * STREAMS < 0.025, figures
+    # The last token of a step waits for the other 255: their cost is the latency that the server adds. 39 to 46 us each on an
+    # idle machine; a shared one has been seen to take 107.
+    assert per_token * STREAMS < (0.025 if timing else 0.05), figures
     if timing:
         assert figures["streamed_tokens_per_second"] > 4000, figures
         assert figures["late_ms"]["p99"] < 25, figures
