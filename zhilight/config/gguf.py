@@ -135,11 +135,7 @@ class _Header:
         return _U64.unpack_from(self.data, self.at - 8)[0]
 
     def string(self) -> str:
-        length = self.u64()
-        start, self.at = self.at, self.at + length
-        if self.at > len(self.data):
-            raise IndexError(f"a string ends at byte {self.at}")
-        return self.data[start:self.at].decode("utf-8", errors="replace")
+        return self.strings(1)[0]
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -163,7 +159,7 @@ class _Header:
         return self.strings(count) if kind == _STRING else [self.value(kind) for _ in range(count)]
 
     def strings(self, count: int) -> list[str]:
-        """A vocabulary's: `string` in a loop of its own, in a third of the time."""
+        """One after the other; a vocabulary's 100,000 in a loop without calls."""
         data, at, end, found = self.data, self.at, len(self.data), []
         for _ in range(count):
             start = at + 8
