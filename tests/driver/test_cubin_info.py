@@ -34,7 +34,11 @@ def test_a_stack_of_which_the_linker_says_nothing_is_an_error(monkeypatch):
         compile_kernel(kernel, AMPERE)
 
 
-def test_what_is_no_cubin_is_refused():
+def test_what_is_no_cubin_is_refused(monkeypatch):
     for bad, message in ((b"", "cannot be read"), (b"\x7fELF" + b"\xff" * 100, "cannot be read"), (bytes(100), "no registers")):
         with pytest.raises(ValueError, match=message):
             kernel_resources(bad)
+    monkeypatch.setattr(compiler, "_log", lambda *_: "")
+    monkeypatch.setattr(compiler, "kernel_resources", lambda code: kernel_resources(bytes(100)))
+    with pytest.raises(KernelCompileError, match="names no registers: '', and the cubin names no registers"):
+        compile_kernel(embedding_kernel(576, bfloat16, True), AMPERE)

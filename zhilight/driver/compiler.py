@@ -40,6 +40,7 @@ Capability = tuple[int, int, str]
 
 
 _FLOAT64 = re.compile(r"^.* = (f(add|sub|mul|div|rem|neg|cmp)\b|(tail )?call\b).* double .*$", re.MULTILINE)
+"""An instruction of the LLVM IR that computes in float64 (constants that are rounded to float32 at once do not)."""
 
 
 class KernelCompileError(ZhiLightError):
@@ -275,9 +276,11 @@ def lower(kernel: Kernel, capability: Capability) -> Any:
         library, _ = _compile_pyfunc_with_fixup(
             kernel.function, signature, device=False, fastmath=kernel.fastmath, opt=True, abi="numba",
             cc=_numba_capability(capability), launch_bounds=(kernel.threads, kernel.min_blocks))
-        return library
     finally:
         dispatcher.get_current_device = asked
+    if not kernel.float64 and (found := _FLOAT64.search(library.get_llvm_str())):
+        raise KernelCompileError(f"{kernel.name} computes in float64, which none of its types ask for: {found[0].strip()}")
+    return library
 
 
 def compile_kernel(kernel: Kernel, capability: Capability, lowered: Any = None) -> Cubin:
@@ -287,8 +290,6 @@ def compile_kernel(kernel: Kernel, capability: Capability, lowered: Any = None) 
     start = time.perf_counter()
     arch = architecture(capability)
     library = lowered or lower(kernel, capability)
-    if not kernel.float64 and (found := _FLOAT64.search(library.get_llvm_str())):
-        raise KernelCompileError(f"{kernel.name} computes in float64, which none of its types ask for: {found[0].strip()}")
     ltoir = library.get_ltoir(cc=_numba_capability(capability))
     code, log = _link(kernel, arch, ltoir)
     for message in ("C7504", "C7509"):
@@ -335,7 +336,10 @@ def _resources(kernel: Kernel, code: bytes, log: str, seconds: float) -> Resourc
 
     registers = number(r"Used (\d+) registers")
     if not registers:
-        registers, shared, stack = kernel_resources(code)
+        try:
+            registers, shared, stack = kernel_resources(code)
+        except ValueError as error:
+            raise KernelCompileError(f"{kernel.name}: the linker's report names no registers: {log!r}, and {error}") from error
         if stack:
             raise KernelCompileError(f"{kernel.name}: the kernel has {stack} bytes of stack and the linker did not say what "
                                      "spills. Delete the driver's cache (~/.nv/ComputeCache) and try again.")
