@@ -63,6 +63,7 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
     if num_sequences > min(qkv.shape[0], out.shape[0], block_tables.shape[0], context_lens.shape[0]):
         raise ShapeError(f"num_sequences is {num_sequences}; qkv has {qkv.shape[0]} rows, out {out.shape[0]}, block_tables "
                          f"{block_tables.shape[0]}, context_lens {context_lens.shape[0]}.")
+    overlap = overlap and runtime.capability[0] >= 9
     group = num_heads // num_kv_heads
     kernel, warps, blocks = _plan(runtime.capability, qkv.dtype, head_dim, block_size, group, window is not None,
                                   soft_cap is not None, overlap, min(num_sequences, MAX_SEQUENCES) * num_kv_heads, shape)
@@ -77,7 +78,7 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
                       block_tables.address + first * block_tables.strides[0] * 4, context_lens.address + first * 4,
                       out.address + first * out.strides[0] * 2, parts, counters, qkv.strides[0], out.strides[0],
                       block_tables.strides[0], count, num_kv_heads, outer * LOG2_E, inner, window or 0,
-                      stream=runtime.stream, overlap=overlap and runtime.capability[0] >= 9)
+                      stream=runtime.stream, overlap=overlap)
 
 
 @lru_cache(maxsize=4096)
@@ -85,8 +86,8 @@ def _plan(capability: Capability, dtype: DType, head_dim: int, block_size: int, 
           overlap: bool, pairs: int, shape: tuple[int, int, int, int] | None) -> tuple[Kernel, int, int]:
     """(kernel, warps of a block, blocks an SM)."""
     warps, stages, passes, blocks = shape or tiling(head_dim, group, pairs, SHARED_LIMITS.get(capability[:2], 100 << 10))
-    return attention_decode_kernel(dtype, head_dim, block_size, group, windowed, capped, overlap and capability[0] >= 9, warps,
-                                   stages, passes, blocks), warps, blocks
+    return attention_decode_kernel(dtype, head_dim, block_size, group, windowed, capped, overlap, warps, stages,
+                                   passes, blocks), warps, blocks
 
 
 def catalogue() -> Iterator[Kernel]:

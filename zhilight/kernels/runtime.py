@@ -144,7 +144,6 @@ class Runtime:
         check(driver.cuStreamSynchronize(self.stream.handle), "cuStreamSynchronize")
 
 
-
 @functools.cache
 def _map_addresses(context: int) -> Iterator[int]:
     """Where the tensor maps of a context may lie: each address once in the life of the process. See the module."""

@@ -179,7 +179,7 @@ class CpuOps(Ops):
         decodes = step.num_decodes
         if decodes:
             decode_attention(queries[:decodes], step, kv_cache, scale, window, soft_cap, result[:decodes])
-        for sequence in range(step.num_decodes, step.num_sequences):
+        for sequence in range(decodes, step.num_sequences):
             prefill_attention(queries, step, sequence, kv_cache, scale, window, soft_cap, result, self._threads)
         return out
 
