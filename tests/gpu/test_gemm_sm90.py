@@ -19,10 +19,10 @@ torch = pytest.importorskip("torch")
 TILES = [Tile(columns, share) for columns in (64, 112, 160, 208, 256) for share in (1, 2)]
 TILES += [Tile(columns, share_x=2) for columns in (64, 192)]
 TILES += [Tile(256, 2, band=4), Tile(256, 2, 2), Tile(112, 2, 4), Tile(128, 2, 1, 2),
-          Tile(80, 1, 2, 2), Tile(192, 1, 2, 4), Tile(128, 1, 4, 2), Tile(128, 2, 2, 2)]
+          Tile(80, 1, 2, 2), Tile(96, 1, 1, 2), Tile(128, 1, 4, 2), Tile(128, 2, 2, 2)]
 TILES += [Tile(columns, resident=2) for columns in (48, 128)]
 TILES += [Tile(128, 2, resident=2), Tile(128, 1, 2, resident=2), Tile(64, split=2, resident=2)]
-TILES += [Tile(columns, split=split) for columns, split in ((64, 2), (112, 2), (128, 4), (192, 2), (128, 8), (256, 4))]
+TILES += [Tile(columns, split=2) for columns in (64, 112, 128)]
 EPILOGUE_TILES = [Tile(256), Tile(160, 2), Tile(128, 1, 2, 2), Tile(128, resident=2)]
 EPILOGUES = [
     {"bias": True}, {"silu_mul": True}, {"silu_mul": True, "bias": True}, {"out_dtype": torch.float32, "scale": 0.25},

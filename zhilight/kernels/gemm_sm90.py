@@ -10,7 +10,7 @@ bulk tensor copy engine, two consumer warpgroups of 64 rows each issue wgmma, mb
 persistent, tiles in bands that share rows and columns in L2. Work is spread over blocks in these ways (gemm_sm90_tiles):
   share_weight 2: two blocks of a cluster take neighbouring row tiles; each loads half of the weight tile and multicasts it
     to both. share_x: the same with neighbouring column tiles and the tile of x.
-  split S: the S blocks of a cluster split K and add their parts through distributed shared memory, in a fixed order.
+  split 2: two blocks of a cluster split K; each then finishes half of the columns, with the other's part of the sums.
   tile_n: any multiple of 16 up to 256, so that tiles fill whole waves of multiprocessors.
 Results are the same bits from run to run.
 
@@ -46,6 +46,7 @@ from zhilight.kernels.ptx import (
     bulk_load_2d,
     bulk_load_2d_multicast,
     bulk_wait_read,
+    cluster_address,
     cluster_arrive,
     cluster_rank,
     cluster_wait,
@@ -121,13 +122,15 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
     x_part, w_part = x_rows * STEP * 2, w_rows * STEP * 2
     out_columns = (tile_n // 2 if silu_mul else tile_n) // split
     w_mask = (1 << share_w) - 1
+    if split > 2 or (split == 2 and epilogue.exchange_bytes(tile_n) > buffers * SLAB):
+        raise ShapeError(f"tile {tile.label}: K is split in 2 at most, in tiles of at most {buffers * SLAB // 32} columns")
     x_mask = sum(1 << (c * share_w) for c in range(share_x))
     descriptor = shared_tensor_descriptor(1024)
     multiply = wgmma_shared(tile_n, dtype)
     zero = zeros(tile_n)
     store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, buffers, add)
-    scatter = epilogue.scatter(tile_n, split, share)
-    gather = epilogue.gather(tile_n, split)
+    send, add_received = epilogue.send_half(tile_n), epilogue.add_half(tile_n)
+    received_bytes = 8 * epilogue.exchange_bytes(tile_n)
     wait_one, wait_all, wait_stored = wgmma_wait(1), wgmma_wait(0), bulk_wait_read(0)
     # 56 + 2 x 224 is what a block of 3 x 168 was launched with; asking for more would hang the GPU
     give_registers, take_registers = set_max_registers(56, False), set_max_registers(224, True)
@@ -155,6 +158,7 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
         staging = base + u32(stages * stage_bytes)
         full = staging + u32(8 * buffers * SLAB)
         empty = full + u32(8 * stages)
+        received = empty + u32(8 * stages)
         tid = i32(cuda.threadIdx.x)
         warpgroup = tid // i32(128)
         rank = i32(0)
@@ -164,10 +168,14 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
             for s in range(stages):
                 mbarrier_init(full + u32(8 * s), u32(1))
                 mbarrier_init(empty + u32(8 * s), u32(2 * peers))
+            if split > 1:
+                mbarrier_init(received, u32(1))
             fence_mbarrier_init()
             prefetch_tensor_map(x)
             prefetch_tensor_map(weight)
             prefetch_tensor_map(out)
+            if split > 1:
+                mbarrier_expect(received, u32(received_bytes))
         cuda.syncthreads()
         if cluster > 1:
             cluster_arrive()
@@ -290,24 +298,19 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                 limit = first_row + i32(ROWS)
                 column = (column_tile * i32(share_x) + x_place) * i32(out_columns * split)
                 if split > 1:
-                    cluster_arrive()
-                    cluster_wait()
-                    scatter(acc, base, u32(rank), u32(tid))
-                    cluster_arrive()
-                    cluster_wait()
-                    store(gather(base, u32(tid)), slabs, lane, out, column + part * i32(out_columns), row, limit,
+                    # into the other's staging, which it writes to only after it has read this; once, since K is only split
+                    # where a block has one tile
+                    other = u32((rank + i32(share)) % i32(cluster))
+                    mine = slabs + lane * u32(16)
+                    send(acc, part, cluster_address(mine, other), cluster_address(received, other))
+                    mbarrier_wait(received, u32(0))
+                    store(add_received(acc, part, mine), slabs, lane, out, column + part * i32(out_columns), row, limit,
                           address(bias_values), n, scale)
                 else:
                     store(acc, slabs, lane, out, column, row, limit, address(bias_values), n, scale)
                 t += tile_step
             wait_stored()
-        if split > 1:
-            if warpgroup == i32(2):
-                cluster_arrive()
-                cluster_wait()
-                cluster_arrive()
-                cluster_wait()
-        elif share > 1:
+        if share > 1:
             # a block's barriers and stages must outlive the arrivals and copies of its neighbour
             cluster_arrive()
             cluster_wait()

@@ -6,8 +6,8 @@ of bank conflicts) and bulk tensor stores, which clip what passes the last row o
 a warp: one is written while the engine still reads the other. To add to the output (the residual stream) the copy engine
 adds in L2 instead of storing; what two tiles or slabs both cover is zero in one of them.
 
-split-K: `scatter` and `gather` add the partial sums of the blocks of a cluster through distributed shared memory, always in
-the order of their ranks, so results do not change from run to run.
+split-K: two blocks of a cluster each send the other its half of the columns (`send_half`), from registers straight into that
+block's staging, and add what they receive to their own half (`add_half`).
 
 The accumulator's layout is that of ptx.accumulator: value 4 j + 2 h + e of lane 4 g + c is row g + 8 h, column 8 j + 2 c + e.
 """
@@ -196,62 +196,70 @@ def _float_literal(value: float) -> str:
     return "0f" + struct.pack(">f", value).hex().upper()
 
 
-# ---- split-K in a cluster -------------------------------------------------------------------------------------------
+# ---- split-K between two blocks --------------------------------------------------------------------------------------
+
+
+def exchange_bytes(columns: int) -> int:
+    """Shared memory of a warp for the sums that it receives: 16 rows x columns / 2 float32."""
+    return 2 * ROWS * columns
 
 
 @functools.cache
-def scatter(columns: int, split: int, share: int):
-    """The intrinsic (accumulator(columns), exchange, rank, thread): send each block that splits K its columns' partial sums.
+def send_half(columns: int):
+    """The intrinsic (accumulator(columns), part, to, barrier) -> nothing: the other block's half of the columns, to it.
 
-    Blocks rank % share, + share, + 2 share ... of the cluster split K; the o-th of them owns columns o * columns / split and
-    on. exchange: shared address, the same in each block, of 128 x columns float32; thread: 0..255 among the consumers. A
-    cluster barrier must follow.
+    part: 0 or 1, the part of K that this block multiplied, and the half of the columns that it keeps. to: cluster address, in
+    the other block, of the same warp's exchange_bytes plus 16 * lane; barrier: cluster address of its mbarrier, which counts
+    the bytes that arrive.
     """
-    groups = columns // 8 // split
+    groups = columns // 16
     kind = accumulator(columns)
 
     @intrinsic
-    def send(typingctx, acc, exchange, rank, thread):
+    def send(typingctx, acc, part, to, barrier):
         def generate(context, builder, signature, arguments):
-            acc, exchange, rank, thread = arguments
-            local = assemble(builder, f"{{ .reg .u32 t; div.u32 t, $2, {share}; mad.lo.u32 t, t, {groups * 4096}, $1; "
-                             "mad.lo.u32 $0, $3, 16, t; }", [u32], [exchange, rank, thread], [u32] * 3, 0, False)
-            for owner in range(split):
-                remote = assemble(builder, f"{{ .reg .u32 t; rem.u32 t, $2, {share}; add.u32 t, t, {owner * share}; "
-                                  "mapa.shared::cluster.u32 $0, $1, t; }", [u32], [local, rank], [u32, u32], 0, False)
-                for group in range(groups):
-                    values = [builder.extract_value(acc, 4 * (owner * groups + group) + i) for i in range(4)]
-                    assemble(builder, f"st.shared::cluster.v4.f32 [$0+{group * 4096}], {{$1,$2,$3,$4}};", [],
-                             [remote, *values], [u32, f32, f32, f32, f32])
+            acc, part, to, barrier = arguments
+            for group in range(groups):
+                values = _half(builder, acc, groups, group, builder.icmp_unsigned("!=", part, ir.Constant(part.type, 0)))
+                assemble(builder, "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                         f"[$0+{group * 512}], {{$1,$2,$3,$4}}, [$5];", [], [to, *values, barrier],
+                         [u32, f32, f32, f32, f32, u32])
             return context.get_dummy_value()
 
-        return void(kind, u32, u32, u32), generate
+        return void(kind, i32, u32, u32), generate
 
     return send
 
 
 @functools.cache
-def gather(columns: int, split: int):
-    """The intrinsic (exchange, thread) -> accumulator(columns / split): the sum of all blocks' parts, in the order of ranks."""
-    groups = columns // 8 // split
-    kind = accumulator(columns // split)
+def add_half(columns: int):
+    """The intrinsic (accumulator(columns), part, received) -> accumulator(columns / 2): the kept half plus what was received.
+
+    received: shared address of the warp's exchange_bytes plus 16 * lane. A sum of two does not depend on their order.
+    """
+    groups = columns // 16
+    kind = accumulator(columns // 2)
 
     @intrinsic
-    def receive(typingctx, exchange, thread):
+    def add(typingctx, acc, part, received):
         def generate(context, builder, signature, arguments):
-            local = assemble(builder, "mad.lo.u32 $0, $2, 16, $1;", [u32], list(arguments), [u32, u32], 0, False)
+            acc, part, received = arguments
             out = ir.Constant(context.get_value_type(kind), ir.Undefined)
             for group in range(groups):
-                total = None
-                for source in range(split):
-                    part = assemble(builder, f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{(source * groups + group) * 4096}];",
-                                    [f32] * 4, [local], [u32])
-                    values = [builder.extract_value(part, i) for i in range(4)]
-                    total = values if total is None else [builder.fadd(a, b) for a, b in zip(total, values, strict=True)]
+                other = assemble(builder, f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{group * 512}];", [f32] * 4, [received],
+                                 [u32])
+                kept = _half(builder, acc, groups, group, builder.icmp_unsigned("==", part, ir.Constant(part.type, 0)))
                 for i in range(4):
-                    out = builder.insert_value(out, total[i], 4 * group + i)
+                    total = builder.fadd(kept[i], builder.extract_value(other, i))
+                    out = builder.insert_value(out, total, 4 * group + i)
             return out
 
-        return kind(u32, u32), generate
+        return kind(accumulator(columns), i32, u32), generate
 
-    return receive
+    return add
+
+
+def _half(builder, acc, groups: int, group: int, lower) -> list:
+    """The four values of a group of the lower or the upper half of the columns."""
+    return [builder.select(lower, builder.extract_value(acc, 4 * group + i),
+                           builder.extract_value(acc, 4 * (groups + group) + i)) for i in range(4)]

@@ -14,9 +14,10 @@ class Tile:
     """How the work is cut.
 
     columns: of a tile (a multiple of 16, at most 256). share_weight: blocks of a cluster, at neighbouring row tiles, that share
-    weight tiles. share_x: blocks at neighbouring column tiles that share tiles of x. split: blocks that split K. The product of
-    the three is at most 8. band: row tiles (of share_weight x 128) of a band of the raster. resident: blocks on
-    a multiprocessor, 1 or 2 (2 for at most 128 columns): one's epilogue and start fall under the other's multiplications.
+    weight tiles. share_x: blocks at neighbouring column tiles that share tiles of x. split: blocks that split K, 1 or 2 (2 for
+    at most 128 columns). The product of the three is at most 8. band: row tiles (of share_weight x 128) of a band of the
+    raster. resident: blocks on a multiprocessor, 1 or 2 (2 for at most 128 columns): one's epilogue and start fall under the
+    other's multiplications.
     """
 
     columns: int
@@ -88,10 +89,10 @@ def candidates(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = Fa
     for columns in COLUMNS:
         for share_weight in (1, 2) if m > ROWS else (1,):
             for share_x in (1, 2):
-                for split in (1, 2, 4):
-                    if columns % (unit * split) or k < 256 * split or share_weight * share_x * split > 8:
-                        continue
+                for split in (1, 2):
                     tile = Tile(columns, share_weight, share_x, split)
+                    if columns % (unit * split) or columns * split > 256 or k < 256 * split or tile.cluster > 8:
+                        continue
                     if split == 1 or tile.count(m, n) <= tile.at_once(multiprocessors):
                         found.append(tile)
     return found or [Tile(64)]
