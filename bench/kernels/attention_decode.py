@@ -71,8 +71,8 @@ def main() -> None:
     heads, kv_heads = arguments.heads
     variants: dict[str, dict] = {"decode": {}}
     if arguments.variants:
-        for shape in ((8, 2, 1, 1, 8), (4, 2, 1, 2, 4), (4, 2, 1, 2, 1), (4, 3, 1, 2, 1), (8, 2, 1, 1, 1)):
-            variants["w{}s{}p{}b{}t{}".format(*shape)] = {"shape": shape}
+        for shape in ((8, 3, 1, 1), (4, 2, 1, 2), (16, 1, 1, 1)):
+            variants["w{}s{}p{}b{}".format(*shape)] = {"shape": shape}
     records = []
     for batch in arguments.batches:
         for context in arguments.contexts:

@@ -7,17 +7,7 @@ import pytest
 
 from tests.gpu.attention_cases import Case, float16, torch
 from zhilight.errors import ShapeError
-from zhilight.kernels import attention_decode as module
 from zhilight.kernels.attention_decode import attention_decode
-
-
-@pytest.fixture(params=[0, 1 << 30], ids=["warps alone", "blocks"], autouse=True)
-def teams(request, monkeypatch):
-    """Whether a warp or a block works on a (sequence, kv head) pair, whatever the batch."""
-    monkeypatch.setattr(module, "MANY_PAIRS", request.param)
-    module._plan.cache_clear()
-    yield
-    module._plan.cache_clear()
 
 
 def make(contexts, **options) -> Case:

@@ -10,7 +10,7 @@ from zhilight.driver.tensor import Tensor
 from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill_sm80 as sm80
 from zhilight.kernels import attention_prefill_sm90 as sm90
-from zhilight.kernels.attention_decode import FEW_PAIRS, MAX_WARPS, tiling
+from zhilight.kernels.attention_decode import FEW_PAIRS, tiling
 from zhilight.kernels.attention_decode_kernel import attention_decode_kernel
 from zhilight.kernels.attention_prefill import BLOCK_SIZES, HEAD_DIMS, Chunks, check_arguments
 
@@ -22,10 +22,8 @@ ADA, AMPERE, HOPPER = 100 << 10, 164 << 10, 228 << 10
 def test_decode_blocks_fit_the_multiprocessor(head_dim, limit):
     for group in range(1, 17):
         for pairs in (1, FEW_PAIRS - 1, FEW_PAIRS, 4096):
-            warps, stages, passes, blocks, team = tiling(head_dim, group, pairs, limit)
-            kernel = attention_decode_kernel(bfloat16, head_dim, 64, group, False, False, False, warps, stages, passes, blocks,
-                                             team)
-            assert team == (1 if pairs == 4096 else warps) and blocks * warps <= MAX_WARPS
+            warps, stages, passes, blocks = tiling(head_dim, group, pairs, limit)
+            kernel = attention_decode_kernel(bfloat16, head_dim, 64, group, False, False, False, warps, stages, passes, blocks)
             assert blocks * (kernel.shared + 1024) <= limit
             assert blocks * kernel.threads * 255 <= 65536 or kernel.min_blocks == 1
             assert stages >= 2, "one stage leaves the memory idle while it is read"

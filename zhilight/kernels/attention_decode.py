@@ -36,32 +36,24 @@ SHARED_LIMITS = {(8, 0): 164 << 10, (8, 7): 164 << 10, (9, 0): 228 << 10, (10, 0
 """Bytes of shared memory an SM, by capability; 100 KB elsewhere. Of these each block costs 1 KB more than it asks for."""
 FEW_PAIRS = 32
 """Below as many (sequence, kv head) pairs, one block of 8 warps an SM: half as many parts to add up as with two of 4."""
-MANY_PAIRS = 512
-"""From as many on, each warp works on pairs of its own. A pair's end then stops one warp, where it stopped a block."""
-MAX_WARPS = 8
-"""Most warps an SM."""
 
 
-def tiling(head_dim: int, group: int, pairs: int, shared_limit: int, alone: bool = True) -> tuple[int, int, int, int, int]:
-    """(warps, stages, passes, blocks an SM, warps of a team) for a device with that much shared memory an SM (bytes).
-
-    alone: teams of one warp are allowed.
-    """
-
+def tiling(head_dim: int, group: int, pairs: int, shared_limit: int) -> tuple[int, int, int, int]:
+    """(warps, stages, passes, blocks an SM) for a device with that much shared memory an SM (bytes)."""
     passes = next(p for p in (1, 2, 3, 4, 5, 6, 8) if head_dim % (8 * p) == 0 and group * head_dim <= 512 * p)
-    for warps, blocks in ((4, 2), (MAX_WARPS, 1), (4, 1), (2, 1)):
+    for warps, blocks in ((4, 2), (8, 1), (4, 1), (2, 1)):
         fixed = warps * (group * (4 * head_dim // passes + 32) + 16 * 8) + 4 * MAX_SEQUENCES
         stage = warps * 2 * 16 * (2 * head_dim + 16)
         stages = min(4, (shared_limit // blocks - 1024 - fixed) // stage, max(2, RING_BYTES // blocks // stage))
         if stages >= 2 and (blocks == 1 or pairs >= FEW_PAIRS):
             break
-    return warps, stages, passes, blocks, 1 if alone and pairs >= MANY_PAIRS else warps
+    return warps, stages, passes, blocks
 
 
 def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, out: Any,
                      num_sequences: int, num_heads: int, num_kv_heads: int, scale: float, max_context_len: int,
                      window: int | None = None, soft_cap: float | None = None, overlap: bool = False,
-                     shape: tuple[int, int, int, int, int] | None = None) -> None:
+                     shape: tuple[int, int, int, int] | None = None) -> None:
     """Attention of the first num_sequences rows, one query token each.
 
     max_context_len: bound of context_lens for the life of a captured graph; the grid depends on it, not on the lengths.
@@ -73,18 +65,14 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
                          f"{block_tables.shape[0]}, context_lens {context_lens.shape[0]}.")
     overlap = overlap and runtime.capability[0] >= 9
     group = num_heads // num_kv_heads
-    most = min(num_sequences, MAX_SEQUENCES) * num_kv_heads
-    # the kernel multiplies the number of a team by that of the tiles, in 32 bits
-    alone = runtime.multiprocessors * MAX_WARPS * (most * -(-max_context_len // 16) + 1) < 1 << 32
-    kernel, warps, blocks, team = _plan(runtime.capability, qkv.dtype, head_dim, block_size, group, window is not None,
-                                        soft_cap is not None, overlap, most, alone, shape)
+    kernel, warps, blocks = _plan(runtime.capability, qkv.dtype, head_dim, block_size, group, window is not None,
+                                  soft_cap is not None, overlap, min(num_sequences, MAX_SEQUENCES) * num_kv_heads, shape)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
     for first in range(0, num_sequences, MAX_SEQUENCES):
         count = min(MAX_SEQUENCES, num_sequences - first)
-        tiles = max(1, count * num_kv_heads * -(-max_context_len // (16 * team)))
-        teams = min(runtime.multiprocessors * blocks * (warps // team), tiles, (1 << 32) // tiles - 1)
-        grid = -(-teams // (warps // team))
-        parts = runtime.scratch(grid * (warps // team) * 2 * (group * head_dim + 2 * group) * 4)
+        tiles = max(1, count * num_kv_heads * -(-max_context_len // (16 * warps)))
+        grid = min(runtime.multiprocessors * blocks, tiles, (1 << 32) // tiles - 1)   # block * tiles is 32 bits
+        parts = runtime.scratch(grid * 2 * (group * head_dim + 2 * group) * 4)
         counters = runtime.counters(count * num_kv_heads)
         kernel.launch(grid, qkv.address + first * qkv.strides[0] * 2, kv_cache.address,
                       block_tables.address + first * block_tables.strides[0] * 4, context_lens.address + first * 4,
@@ -95,13 +83,11 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
 
 @lru_cache(maxsize=4096)
 def _plan(capability: Capability, dtype: DType, head_dim: int, block_size: int, group: int, windowed: bool, capped: bool,
-          overlap: bool, pairs: int, alone: bool,
-          shape: tuple[int, int, int, int, int] | None) -> tuple[Kernel, int, int, int]:
-    """(kernel, warps of a block, blocks an SM, warps of a team)."""
-    limit = SHARED_LIMITS.get(capability[:2], 100 << 10)
-    warps, stages, passes, blocks, team = shape or tiling(head_dim, group, pairs, limit, alone)
+          overlap: bool, pairs: int, shape: tuple[int, int, int, int] | None) -> tuple[Kernel, int, int]:
+    """(kernel, warps of a block, blocks an SM)."""
+    warps, stages, passes, blocks = shape or tiling(head_dim, group, pairs, SHARED_LIMITS.get(capability[:2], 100 << 10))
     return attention_decode_kernel(dtype, head_dim, block_size, group, windowed, capped, overlap, warps, stages,
-                                   passes, blocks, team), warps, blocks, team
+                                   passes, blocks), warps, blocks
 
 
 def catalogue() -> Iterator[Kernel]:
@@ -114,7 +100,7 @@ def catalogue() -> Iterator[Kernel]:
         yield _catalogued(bfloat16, 128, 64, group, False, False)
     yield _catalogued(float16, 128, 64, 4, False, False)
     yield _catalogued(bfloat16, 128, 64, 4, True, True)
-    for pairs in (1, FEW_PAIRS, MANY_PAIRS):  # as on Hopper
+    for pairs in (1, FEW_PAIRS):  # as on Hopper
         yield attention_decode_kernel(bfloat16, 128, 64, 4, False, False, False, *tiling(128, 4, pairs, 228 << 10))
 
 

@@ -60,11 +60,10 @@ cp_async_16_ahead = ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", vo
 
 @kernel_factory
 def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group: int, windowed: bool, capped: bool,
-                            overlap: bool, warps: int, stages: int, passes: int, min_blocks: int, team: int) -> Kernel:
-    """passes: column parts in which warps add up, to bound shared memory. min_blocks: blocks an SM to leave registers for.
-    team: warps that work on one pair, all of a block or 1."""
-    D, P, G, W, STAGES, PASSES, T = head_dim, block_size, group, warps, stages, passes, team
-    TEAMS, MEMBERS, TILE = W // T, 32 * T, 16 * T
+                            overlap: bool, warps: int, stages: int, passes: int, min_blocks: int) -> Kernel:
+    """passes: column parts in which warps add up, to bound shared memory. min_blocks: blocks an SM to leave registers for."""
+    D, P, G, W, STAGES, PASSES = head_dim, block_size, group, warps, stages, passes
+    THREADS, TILE = 32 * W, 16 * W
     STRIDE = 2 * D + 16                    # bytes of a row in shared memory: ldmatrix meets no bank twice
     PIECES = D // 8                        # 16-byte pieces of a row
     KT, DT = D // 16, D // 16
@@ -79,24 +78,15 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
     SUMS_OFFSET = MERGE_OFFSET + W * G * MERGE_ROW      # maximum and sum of each warp's rows
     LENS_OFFSET = SUMS_OFFSET + W * 16 * 8
     SHARED = LENS_OFFSET + 4 * MAX_SEQUENCES
-    FLAG_OFFSET = 4 * MERGE_COLUMNS        # from a team's first row, in its padding
+    FLAG_OFFSET = MERGE_OFFSET + 4 * MERGE_COLUMNS      # in the padding of the first row
     SLOT = G * D + 2 * G                   # floats of one part: rows, then maxima and sums
     QUADS = G * MERGE_COLUMNS // 4
     MAIN = 1 << (PIECES.bit_length() - 1)
-    # loads in flight when a pair is added up
-    MERGED_PARTS = 4 if T == 1 else 20 if W <= 8 and D <= 128 else 8
+    MERGED_PARTS = 20 if W <= 8 and D <= 128 else 8     # loads in flight when a pair is added up
     multiply_scores = register_scores_mma(dtype, WIDE, KT, STRIDE)
     multiply_values = transposed_values_mma(dtype, ROW_HALVES, DT, STRIDE)
     pack_pair = pack(dtype)
     wait_stage = cp_async_wait(STAGES - 1)
-
-    @cuda.jit(device=True)
-    def meet():
-        """A team's barrier."""
-        if T == 1:
-            cuda.syncwarp()
-        else:
-            cuda.syncthreads()
 
     def row_loader(start, width):
         """Copies pieces start .. start + width of 16 rows with one warp."""
@@ -152,8 +142,8 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
         return sequence, head, i32(tile - head * tiles), tiles, length
 
     @cuda.jit(device=True)
-    def merge_parts(memory, o_to, first_team, parts, opens, member):
-        index = member
+    def merge_parts(memory, o_to, first_block, parts, opens, tid):
+        index = tid
         while index < i32(G * D // 4):
             row = index // i32(D // 4)
             column = index % i32(D // 4) * i32(4)
@@ -171,7 +161,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                     for e in range(1, 6):
                         values[i, e] = f32(0)
                     if part + i32(i) < parts:
-                        slot = i32((first_team + part + i32(i)) * i32(2))
+                        slot = i32((first_block + part + i32(i)) * i32(2))
                         if part + i32(i) == i32(0) and not opens:
                             slot = i32(slot + i32(1))
                         at = memory + u64(slot * i32(SLOT)) * u64(4)
@@ -202,22 +192,22 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
             factor = f32(1) / sum_
             store_global_v2(o_to + u64(row * i32(2 * D) + column * i32(2)), pack_pair(o0 * factor, o1 * factor),
                             pack_pair(o2 * factor, o3 * factor))
-            index += i32(MEMBERS)
+            index += i32(THREADS)
 
     @cuda.jit(device=True)
-    def clear_padding(lens, out, out_stride, num_sequences, num_kv_heads, team_index, member):
-        """Zeros for the rows without a context, shared out among the teams."""
-        sequence = team_index
+    def clear_padding(lens, out, out_stride, num_sequences, num_kv_heads, tid):
+        """Zeros for the rows without a context, shared out among the blocks."""
+        sequence = i32(cuda.blockIdx.x)
         while sequence < num_sequences:
             if i32(load_shared_b32(lens + u32(sequence * i32(4)))) <= i32(0):
-                index = member
+                index = tid
                 while index < num_kv_heads * i32(G * PIECES):
                     store_global_v4(address(out) + u64(sequence) * u64(out_stride) * u64(2) + u64(index * i32(16)),
                                     u32(0), u32(0), u32(0), u32(0))
-                    index += i32(MEMBERS)
-            sequence += i32(cuda.gridDim.x) * i32(TEAMS)
+                    index += i32(THREADS)
+            sequence += i32(cuda.gridDim.x)
 
-    @kernel(threads=32 * W, min_blocks=min_blocks, shared=SHARED, max_registers=255)
+    @kernel(threads=THREADS, min_blocks=min_blocks, shared=SHARED, max_registers=255)
     def attention_decode(queries: Pointer(dtype), kv_cache: Pointer(dtype), tables: Pointer(int32),
                          context_lens: Pointer(int32), out: Pointer(dtype), parts_memory: Pointer(float32),
                          counters: Pointer(uint32), query_stride: i64, out_stride: i64, table_stride: i32,
@@ -228,20 +218,17 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
         warp = i32(tid >> i32(5))
         quad_row = i32(lane >> i32(2))
         quad_col = i32((lane & i32(3)) * i32(2))
-        member = i32(tid % i32(MEMBERS))
-        team = i32(tid // i32(MEMBERS))
-        team_index = i32(i32(cuda.blockIdx.x) * i32(TEAMS) + team)
-        partner = i32(warp % i32(T))
+        block_index = i32(cuda.blockIdx.x)
         lens = memory + u32(LENS_OFFSET)
         if overlap:
             grid_dependency_launch()
         index = tid
         while index < num_sequences:
             store_shared_b32(lens + u32(index * i32(4)), u32(context_lens[index]))
-            index += i32(32 * W)
+            index += i32(THREADS)
         cuda.syncthreads()
 
-        # the plan: tiles before each lane's run of sequences, and this team's share of all tiles
+        # the plan: tiles before each lane's run of sequences, and this block's share of all tiles
         run = i32((num_sequences + i32(31)) >> i32(5))
         mine = i32(0)
         for i in range(run):
@@ -254,18 +241,18 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
             if lane >= i32(step):
                 upto = i32(upto + below)
         total_tiles = u32(cuda.shfl_sync(FULL_WARP, upto, 31) * num_kv_heads)
-        shares = min(i32(i32(cuda.gridDim.x) * i32(TEAMS)), i32(total_tiles))
-        if team_index >= shares:
+        blocks = min(i32(cuda.gridDim.x), i32(total_tiles))
+        if block_index >= blocks:
             if overlap:
                 grid_dependency_wait()
-            clear_padding(lens, out, out_stride, num_sequences, num_kv_heads, team_index, member)
+            clear_padding(lens, out, out_stride, num_sequences, num_kv_heads, tid)
             return
-        begin = i32(u32(u32(team_index) * total_tiles) // u32(shares))
-        remaining = i32(i32(u32(u32(team_index + i32(1)) * total_tiles) // u32(shares)) - begin)
+        begin = i32(u32(u32(block_index) * total_tiles) // u32(blocks))
+        remaining = i32(i32(u32(u32(block_index + i32(1)) * total_tiles) // u32(blocks)) - begin)
         sequence, head, tile, tiles, length = find_pair(begin, mine, upto, run, lens, num_kv_heads, window)
         pair_begin = i32(begin - tile)                      # number of the pair's first tile
 
-        # a last pair that goes on in the next team comes first: its part is there when that team asks for it, and the
+        # a last pair that goes on in the next block comes first: its part is there when that block asks for it, and the
         # launch does not end with a merge
         second = i32(0)                                     # tiles from `begin` on, after the last pair's
         end = i32(begin + remaining)
@@ -305,8 +292,6 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
         for n in range(2):
             for e in range(4):
                 s[0, n, e] = f32(0)
-        sums_from = memory + u32(SUMS_OFFSET) + u32(team * i32(128 * T))
-        merge_from = memory + u32(MERGE_OFFSET) + u32(team * i32(T * G * MERGE_ROW))
         fresh = True
         waited = not overlap
         stage = i32(0)
@@ -319,7 +304,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                         if not waited and load_tile == load_tiles - i32(1):
                             grid_dependency_wait()          # only a context's last key is of this step
                             waited = True
-                    key = i32((first_tile(load_length, window) + load_tile) * i32(TILE) + partner * i32(16))
+                    key = i32((first_tile(load_length, window) + load_tile) * i32(TILE) + warp * i32(16))
                     if load_tile < table_base or load_tile >= table_base + i32(32):
                         table_base = load_tile
                         lane_key = i32(key + lane * i32(TILE))
@@ -384,7 +369,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
 
             wait_stage()
             cuda.syncwarp()
-            key = i32((first_tile(length, window) + tile) * i32(TILE) + partner * i32(16))
+            key = i32((first_tile(length, window) + tile) * i32(TILE) + warp * i32(16))
             if key < length:
                 multiply_scores(s, q, k_lane + u32(stage * i32(W * WARP_STAGE)))
                 if capped:
@@ -436,7 +421,7 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
             if tile < tiles and remaining > i32(0):
                 continue
 
-            # end of a pair, or of this team's part of it: its warps add up
+            # end of a pair, or of this block's part of it: the warps add up
             for h in range(ROW_HALVES):
                 sum_ = sums[h]
                 sum_ += cuda.shfl_xor_sync(FULL_WARP, sum_, 1)
@@ -445,12 +430,12 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                     at = memory + u32(SUMS_OFFSET) + u32((warp * i32(16) + quad_row + i32(8 * h)) * i32(8))
                     store_shared_f32(at, top[h] * scale_log2)
                     store_shared_f32(at + u32(4), sum_)
-            first_team = i32(u32(u32(pair_begin + i32(1)) * u32(shares) - u32(1)) // total_tiles)
-            last_team = i32(u32(u32(pair_begin + tiles) * u32(shares) - u32(1)) // total_tiles)
-            parts = i32(last_team - first_team + i32(1))
-            # a team has at most two parts: slot 0 is its first pair's, slot 1 its last's
+            first_block = i32(u32(u32(pair_begin + i32(1)) * u32(blocks) - u32(1)) // total_tiles)
+            last_block = i32(u32(u32(pair_begin + tiles) * u32(blocks) - u32(1)) // total_tiles)
+            parts = i32(last_block - first_block + i32(1))
+            # a block has at most two parts: slot 0 is its first pair's, slot 1 its last's
             slot = i32(0) if pair_begin <= begin else i32(1)
-            part_to = address(parts_memory) + u64((team_index * i32(2) + slot) * i32(SLOT)) * u64(4)
+            part_to = address(parts_memory) + u64((block_index * i32(2) + slot) * i32(SLOT)) * u64(4)
             o_to = address(out) + (u64(sequence) * u64(out_stride) + u64(head * i32(G * D))) * u64(2)
             for column_pass in range(PASSES):
                 for h in range(ROW_HALVES):
@@ -463,24 +448,25 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                                     if column_pass == (16 * d + 8 * half) // MERGE_COLUMNS:
                                         store_shared_f32(at + u32((16 * d + 8 * half) % MERGE_COLUMNS * 4),
                                                          acc[d, h, 2 * half + e])
-                meet()
-                index = member
+                cuda.syncthreads()
+                index = tid
                 while index < i32(QUADS):
                     row = index // i32(MERGE_COLUMNS // 4)
                     column = index % i32(MERGE_COLUMNS // 4) * i32(4)
                     best = f32(LOWEST) * scale_log2
-                    for w in range(T):
-                        best = max(best, load_shared_f32(sums_from + u32(w * 128) + u32(row * i32(8))))
+                    for w in range(W):
+                        best = max(best, load_shared_f32(memory + u32(SUMS_OFFSET + w * 128) + u32(row * i32(8))))
                     sum_ = f32(0)
                     o0 = f32(0)
                     o1 = f32(0)
                     o2 = f32(0)
                     o3 = f32(0)
-                    for w in range(T):
-                        at = sums_from + u32(w * 128) + u32(row * i32(8))
+                    for w in range(W):
+                        at = memory + u32(SUMS_OFFSET + w * 128) + u32(row * i32(8))
                         weight = exp2_approx(load_shared_f32(at) - best)
                         sum_ += weight * load_shared_f32(at + u32(4))
-                        v = load_shared_f32x4(merge_from + u32(w * G * MERGE_ROW) + u32(row * i32(MERGE_ROW) + column * i32(4)))
+                        v = load_shared_f32x4(memory + u32(MERGE_OFFSET + w * G * MERGE_ROW)
+                                              + u32(row * i32(MERGE_ROW) + column * i32(4)))
                         o0 += weight * v[0]
                         o1 += weight * v[1]
                         o2 += weight * v[2]
@@ -495,20 +481,20 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                         store_global_f32x4(at_part, o0, o1, o2, o3)
                         if column == i32(0):
                             store_global_f32x2(part_to + u64((i32(G * D) + row * i32(2)) * i32(4)), best, sum_)
-                    index += i32(MEMBERS)
-                meet()
+                    index += i32(THREADS)
+                cuda.syncthreads()
 
             if parts > i32(1):
-                # the barrier and one thread's release make the whole team's part visible, and its acquire the others'
-                if member == i32(0):
+                # the barrier and one thread's release make the whole block's part visible, and its acquire the others'
+                if tid == i32(0):
                     arrived = atomic_inc_acq_rel_u32(address(counters) + u64((sequence * num_kv_heads + head) * i32(4)),
                                                      u32(parts - i32(1)))
-                    store_shared_b32(merge_from + u32(FLAG_OFFSET), arrived)
-                meet()
-                if i32(load_shared_b32(merge_from + u32(FLAG_OFFSET))) == parts - i32(1):
-                    # the pair is its first team's last part, unless it began there; it is the first part of the others
-                    opens = i32(u32(u32(first_team) * total_tiles) // u32(shares)) >= pair_begin
-                    merge_parts(address(parts_memory), o_to, first_team, parts, opens, member)
+                    store_shared_b32(memory + u32(FLAG_OFFSET), arrived)
+                cuda.syncthreads()
+                if i32(load_shared_b32(memory + u32(FLAG_OFFSET))) == parts - i32(1):
+                    # the pair is its first block's last part, unless it began there; it is the first part of the others
+                    opens = i32(u32(u32(first_block) * total_tiles) // u32(blocks)) >= pair_begin
+                    merge_parts(address(parts_memory), o_to, first_block, parts, opens, tid)
             fresh = True
             if remaining == i32(0):
                 remaining = second
@@ -526,6 +512,6 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
                     sequence = i32(sequence + i32(1))
                     length = i32(load_shared_b32(lens + u32(sequence * i32(4))))
                     tiles = count_tiles(length, window)
-        clear_padding(lens, out, out_stride, num_sequences, num_kv_heads, team_index, member)
+        clear_padding(lens, out, out_stride, num_sequences, num_kv_heads, tid)
 
     return attention_decode

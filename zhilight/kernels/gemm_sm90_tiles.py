@@ -61,13 +61,13 @@ MANY_ROWS = (512, 1024, 2048, 4096, 8192)
 """Rows that a weight's tiles are chosen for; engine/warmup.py compiles these."""
 
 MEASURED = {
-    (ROWS, 4096, 4096): Tile(80, share_x=2, split=2),
-    (ROWS, 4096, 14336): Tile(80, share_x=2, split=2),
+    (ROWS, 4096, 14336): Tile(64, split=2),
+    (ROWS, 8192, 8192): Tile(64),
     (ROWS, 128256, 4096): Tile(128, share_x=2, resident=2),
-    (ROWS, 4608, 3584): Tile(80, share_x=2, split=2),
-    (ROWS, 3584, 18944): Tile(80, share_x=2, split=2),
-    (FEW_ROWS, 6144, 4096): Tile(112, share_weight=2, share_x=4),
-    (FEW_ROWS, 4608, 3584): Tile(80, share_weight=2, share_x=2),
+    (FEW_ROWS, 6144, 4096): Tile(96),
+    (FEW_ROWS, 8192, 8192): Tile(128),
+    (FEW_ROWS, 10240, 8192): Tile(160),
+    (FEW_ROWS, 4608, 3584): Tile(80),
     (512, 37888, 3584): Tile(192),
     (1024, 10240, 8192): Tile(160),
 }
@@ -99,24 +99,24 @@ def candidates(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = Fa
 
 
 def predicted(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
-    """Microseconds, about: a model whose constants are fitted to 600 timings on one H200 (mean error 5 %).
+    """Microseconds, about: a model whose constants are fitted to 160 timings at 128 and 256 rows (mean error 4 %) and 450 above,
+    on one H200 each.
 
-    whole: waves of tiles; a stage costs its wgmma's cycles at 1.5 GHz, or 0.23 us where tiles are narrow. load: all stages
-    through L2. power: the operations themselves at the rate that the card's power allows (measured under a load of seconds:
-    664 TFLOP/s in pairs, 640 alone, bench/kernels/gemm_sustained.py). memory: the weights. These overlap,
-    the first three almost fully. Split K adds its exchange at the end; large clusters wait for their slowest block.
+    whole: waves of tiles; a stage costs its wgmma's cycles at 1.5 GHz, or 0.244 us where tiles are narrow. load: all stages
+    through L2; sharing them between blocks saves power, not time. power: the operations themselves at the rate that the card's
+    power allows (measured under a load of seconds: 664 TFLOP/s in pairs, 640 alone, bench/kernels/gemm_sustained.py). memory:
+    the weights. These overlap, the first three almost fully. Split K adds its exchange at the end.
     """
     waves = -(-tile.count(m, n) // tile.at_once(multiprocessors))
     steps = -(-k // 64) / tile.split
-    stage = max(4 * tile.columns * 0.665e-3, 0.23)
-    whole = waves * (steps * stage + 3.0) * (1.07 if tile.cluster > 2 else 1.0)
-    blocks = tile.count(m, n) * tile.cluster
-    load = blocks * steps * (ROWS * tile.share_x**-0.16 + tile.columns * tile.share_weight**-0.16) * 128 / 10.6e6
+    stage = max(4 * tile.columns * 0.665e-3, 0.244)
+    whole = waves * (steps * stage + 3.5) * (1.015 if tile.cluster > 2 else 1.0)
+    load = tile.count(m, n) * tile.cluster * steps * (ROWS + tile.columns) * 128 / 16.8e6
     power = m * n / (multiprocessors * ROWS) * -(-k // 64) * 4 * (0.715e-3 if tile.share_weight == 1 else 0.69e-3)
     memory = 2 * n * k / 4.14e6
     inside = (whole**6.8 + load**6.8 + power**6.8) ** (1 / 6.8)
-    exchange = 0.6 + 0.03 * tile.columns * (tile.split - 1) / tile.split if tile.split > 1 else 0.0
-    return (inside**2.9 + memory**2.9) ** (1 / 2.9) + exchange
+    exchange = 1.35 + 0.0073 * tile.columns if tile.split > 1 else 0.0
+    return (inside**3.6 + memory**3.6) ** (1 / 3.6) + exchange
 
 
 @lru_cache(maxsize=1 << 16)
