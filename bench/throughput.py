@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--load", nargs="*", default=["512x512/128", "256x1000/500"])
     parser.add_argument("--max-num-seqs", type=int, default=512)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, help="default: the engine's own")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

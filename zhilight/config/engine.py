@@ -38,7 +38,9 @@ class EngineConfig:
                                        aliases=("-q",))
     max_model_len: int | None = _option(None, "longest prompt plus output, in tokens; default: the model's own limit")
     max_num_seqs: int = _option(256, "requests running at once", aliases=("--dyn-max-batch-size",))
-    max_num_batched_tokens: int = _option(8192, "tokens of one step: decode tokens plus prefill chunks")
+    max_num_batched_tokens: int | None = _option(
+        None,
+        "tokens of one step: decode tokens plus prefill chunks; default: 8448, or 16896 offline on a GPU of 64 GiB or more")
     max_waiting: int = _option(4096, "requests waiting at once; more are answered 503 with Retry-After")
     block_size: int = _option(64, "tokens of one KV block", choices=(16, 32, 64, 128))
     num_kv_blocks: int | None = _option(None, "KV blocks, instead of as many as memory holds")
@@ -69,17 +71,16 @@ class EngineConfig:
             value = getattr(self, option.name)
             if choices and value not in choices:
                 raise ConfigError(f"{option.name} is {value!r}; it must be one of {', '.join(map(str, choices))}.")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "tensor_parallel_size",
-                     "pipeline_parallel_size", "max_graph_batch"):
+        for name in ("max_num_seqs", "max_waiting", "tensor_parallel_size", "pipeline_parallel_size", "max_graph_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("max_model_len", "num_kv_blocks"):
+        for name in ("max_model_len", "num_kv_blocks", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1].")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, less than max_num_seqs ({self.max_num_seqs}): "
                 "a full decode batch would not fit one step. Raise the first or lower the second.")

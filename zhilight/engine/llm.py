@@ -46,7 +46,7 @@ class LLM:
     def __init__(self, model: str, **config: Any):
         refuse_unknown_settings(config)
         engine_config = EngineConfig(model=model, **config)
-        started = start_engine(engine_config)
+        started = start_engine(engine_config, offline=True)
         self.config = started.config
         self.model_config = started.model_config
         self.max_model_len = started.max_model_len

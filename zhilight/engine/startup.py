@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
+STEP_TOKENS, OFFLINE_STEP_TOKENS = 66 * 128, 132 * 128
+"""Token budgets of a step where none is given. In row tiles of 128 they make whole waves of the products of models 4096 or 8192
+wide on 132 multiprocessors. With the larger there are half as many steps, but running sequences wait twice as long for their
+next token, and the workspace is twice as large."""
+LARGE_DEVICE = 64 * GIB
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,11 @@ class StartedEngine:
     num_kv_blocks: int
 
 
-def start_engine(config: EngineConfig) -> StartedEngine:
-    """Load the model and build the engine core. Raises ConfigError, CheckpointError, DeviceError or OutOfMemory."""
+def start_engine(config: EngineConfig, offline: bool = False) -> StartedEngine:
+    """Load the model and build the engine core. Raises ConfigError, CheckpointError, DeviceError or OutOfMemory.
+
+    offline: nobody reads tokens as they come, so throughput decides what is left open.
+    """
     begin = time.monotonic()
     if config.swap_space_gb > 0:
         raise ConfigError(f"swap_space_gb is {config.swap_space_gb}: this version has no swap, preempted requests are always "
@@ -57,9 +65,10 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     with _phase("model files found"):
         source = resolve_model(config.model, config.revision)
         model_config = read_model_config(source)
-    check_model_len(config, model_config)
     with _phase("device ready"):
         ops = open_device(config, model_config)
+    config = replace(config, max_num_batched_tokens=token_budget(config, ops, offline))
+    check_model_len(config, model_config)
     with _phase("weights loaded"):
         model = load_model(config, model_config, source, ops, True)
     with _phase("KV cache ready"):
@@ -167,6 +176,14 @@ def kv_blocks_that_fit(config: EngineConfig, model_config: ModelConfig, ops: Ops
         raise ConfigError(f"one KV block takes {block / GIB:.3f} GiB but the KV cache has {max(available, 0) / GIB:.3f} GiB. "
                           f"Raise {setting} ({getattr(config, setting)}) or lower block_size ({config.block_size}).")
     return available // block
+
+
+def token_budget(config: EngineConfig, ops: Ops, offline: bool) -> int:
+    """Tokens of a step: as configured, else by use and memory, and never less than a full decode batch."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    roomy = ops.name == "cuda" and ops.device.total_bytes >= LARGE_DEVICE
+    return max(OFFLINE_STEP_TOKENS if offline and roomy else STEP_TOKENS, config.max_num_seqs)
 
 
 def check_model_len(config: EngineConfig, model_config: ModelConfig) -> None:

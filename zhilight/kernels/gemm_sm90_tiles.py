@@ -99,8 +99,8 @@ def candidates(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = Fa
 
 
 def predicted(tile: Tile, m: int, n: int, k: int, multiprocessors: int) -> float:
-    """Microseconds, about: a model whose constants are fitted to 160 timings at 128 and 256 rows (mean error 4 %) and 450 above,
-    on one H200 each.
+    """Microseconds, about: a model whose constants are fitted to timings on an H200, 160 of them at 128 and 256 rows (mean
+    error 3 %) and 450 above.
 
     whole: waves of tiles; a stage costs its wgmma's cycles at 1.5 GHz, or 0.244 us where tiles are narrow. load: all stages
     through L2; sharing them between blocks saves power, not time. power: the operations themselves at the rate that the card's
