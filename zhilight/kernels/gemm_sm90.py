@@ -36,10 +36,12 @@ from numba import cuda
 from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, TensorMap, kernel, kernel_factory
-from zhilight.driver.dtype import DType, bfloat16, float16, float32
+from zhilight.driver.dtype import DType, bfloat16, float16, float32, int32, int64
 from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels import gemm_sm90_epilogue as epilogue
+from zhilight.kernels import gemm_sm90_rotary as rotary
+from zhilight.kernels.gemm_sm90_rotary import Heads
 from zhilight.kernels.gemm_sm90_tiles import ROWS, Tile, choose_tile
 from zhilight.kernels.ptx import (
     address,
@@ -55,6 +57,7 @@ from zhilight.kernels.ptx import (
     grid_dependency_launch,
     grid_dependency_wait,
     i32,
+    i64,
     mbarrier_arrive,
     mbarrier_arrive_cluster,
     mbarrier_expect,
@@ -109,8 +112,11 @@ def place(t, rows, columns, band):
 
 @kernel_factory
 def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, overlap: bool,
-                     add: bool = False) -> Kernel:
-    """The arguments are those of gemm_sm90. Rank in a cluster: ((part of K) * share_x + column) * share_weight + row."""
+                     add: bool = False, heads: Heads | None = None) -> Kernel:
+    """The arguments are those of gemm_sm90. Rank in a cluster: ((part of K) * share_x + column) * share_weight + row.
+
+    heads: rotate and write to the cache, see gemm_sm90_rotary; positions, slots, cos_sin and kv_cache are for this alone.
+    """
     tile_n, share_w, share_x, split = tile.columns, tile.share_weight, tile.share_x, tile.split
     band, resident = tile.band, tile.resident
     share = share_w * share_x
@@ -128,7 +134,13 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
     descriptor = shared_tensor_descriptor(1024)
     multiply = wgmma_shared(tile_n, dtype)
     zero = zeros(tile_n)
+    to_heads = heads is not None
     store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, buffers, add)
+    if to_heads:
+        Q, QK, D, P = heads.num_heads, heads.num_heads + heads.num_kv_heads, heads.head_dim, heads.block_size
+        store_heads = rotary.store_heads(tile_n, D, 2 * P * D, out_dtype, buffers)
+        rotate, add_bias = rotary.rotate(tile_n, D), rotary.add_bias(tile_n, dtype, out_dtype)
+    BLOCK_BYTES = 4 * heads.num_kv_heads * heads.block_size * heads.head_dim if to_heads else 0
     send, add_received = epilogue.send_half(tile_n), epilogue.add_half(tile_n)
     received_bytes = 8 * epilogue.exchange_bytes(tile_n)
     wait_one, wait_all, wait_stored = wgmma_wait(1), wgmma_wait(0), bulk_wait_read(0)
@@ -153,7 +165,8 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
 
     @kernel(threads=THREADS[resident], min_blocks=resident, shared=stages * stage_bytes + 8 * buffers * SLAB + BARRIERS,
             cluster=cluster, min_capability=(9, 0, "a"), max_registers=MAX_REGISTERS[resident])
-    def gemm(x: TensorMap, weight: TensorMap, out: TensorMap, bias_values: Pointer(dtype), scale: f32, m: i32, n: i32, k: i32):
+    def gemm(x: TensorMap, weight: TensorMap, out: TensorMap, bias_values: Pointer(dtype), scale: f32, m: i32, n: i32, k: i32,
+             positions: Pointer(int32), slots: Pointer(int64), cos_sin: Pointer(float32), kv_cache: Pointer(dtype)):
         base = shared_address(cuda.shared.array(0, types.uint8, 1024))
         staging = base + u32(stages * stage_bytes)
         full = staging + u32(8 * buffers * SLAB)
@@ -306,6 +319,27 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                     mbarrier_wait(received, u32(0))
                     store(add_received(acc, part, mine), slabs, lane, out, column + part * i32(out_columns), row, limit,
                           address(bias_values), n, scale)
+                elif to_heads:
+                    if bias:
+                        acc = add_bias(acc, column, lane, address(bias_values), n)
+                    head = column // i32(D)
+                    if head < i32(QK):
+                        at = address(cos_sin) + u64(lane % u32(4)) * u64(8)
+                        first = row + i32(lane // u32(4))
+                        acc = rotate(acc, i32(QK) - head, at + u64(positions[first]) * u64(4 * D),
+                                     at + u64(positions[first + i32(8)]) * u64(4 * D))
+                    stored = max(i32(0), i32(Q) - head)
+                    rows = cuda.local.array(4, types.uint64)
+                    for i in range(4):
+                        rows[i] = u64(0)
+                        if stored < i32(tile_n // D):
+                            slot = slots[row + i32(4 * i) + i32(lane // u32(8))]
+                            if slot >= i64(0):
+                                block = slot // i64(P)
+                                rows[i] = (address(kv_cache) + u64(block) * u64(BLOCK_BYTES)
+                                           + u64(slot - block * i64(P)) * u64(2 * D) + u64(lane % u32(8)) * u64(16))
+                    store_heads(acc, slabs, lane, out, column, row, stored, (head + stored - i32(Q)) * i32(2 * P * D),
+                                rows[0], rows[1], rows[2], rows[3])
                 else:
                     store(acc, slabs, lane, out, column, row, limit, address(bias_values), n, scale)
                 t += tile_step

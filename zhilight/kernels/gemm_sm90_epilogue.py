@@ -59,7 +59,7 @@ def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mu
     @intrinsic
     def store(typingctx, acc, staging, lane, out, column, row, limit, bias_address, n, scale):
         def generate(context, builder, signature, arguments):
-            emit = _Emitter(builder, arguments[0], arguments[9], out_dtype)
+            emit = Emitter(builder, arguments[0], arguments[9], out_dtype)
             _, staging, lane, out, column, row, limit, bias_address, n, _ = arguments
             if add:
                 emit.set_row_limit(lane, row, limit)
@@ -92,7 +92,7 @@ def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mu
     return store
 
 
-class _Emitter:
+class Emitter:
     """The instructions of one epilogue."""
 
     def __init__(self, builder, acc, scale, out_dtype: DType):
