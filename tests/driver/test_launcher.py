@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from numba.cuda import types
 
-from zhilight.driver.compiler import Pointer, TensorMap, kernel
+from zhilight.driver.compiler import LaunchRecorder, Pointer, TensorMap, kernel
 from zhilight.driver.dtype import BY_NAME, bfloat16, float32, int32
 from zhilight.driver.launcher import Launcher
 from zhilight.driver.tensor import Tensor
@@ -72,6 +72,34 @@ def test_arguments_of_the_wrong_kind_are_named(launch, calls, arguments, message
     with pytest.raises(ShapeError, match=message):
         launch(1, arguments, STREAM, False)
     assert not calls
+
+
+def test_a_bound_launch_packs_what_a_launch_does(launch, calls, monkeypatch):
+    monkeypatch.setattr(example, "_launcher", launch)
+    other = SimpleNamespace(handle=0x8800)
+    first = example.bind((5, 6, 7), -3, 0.5, 1 << 40, overlap=True)
+    second = example.bind(9, 4, 1.5, 2)
+    for stream in (STREAM, other, STREAM):
+        first(stream, 0xABC0, 64)
+        second(stream, 0xDEF0, 128)
+        launch((5, 6, 7), (0xABC0, 64, -3, 0.5, 1 << 40), stream, True)
+        launch(9, (0xDEF0, 128, 4, 1.5, 2), stream, False)
+    first(STREAM, 0, 1 << 63)
+    assert calls[0:12:4] == calls[2:12:4] and calls[1:12:4] == calls[3:12:4]
+    assert calls[12][5] == [0, 1 << 63, -3, 0.5, 1 << 40]
+
+
+def test_a_bound_launch_is_recorded_without_loading(monkeypatch):
+    monkeypatch.setattr(example, "load", lambda: pytest.fail("loaded"))
+    recorder = LaunchRecorder()
+    example.bind(1, 4, 1.5, 2)(recorder, 0, 0)
+    assert list(recorder.kernels) == [example]
+
+
+def test_numbers_that_do_not_fit_a_bound_launch_are_named(launch, monkeypatch):
+    monkeypatch.setattr(example, "_launcher", launch)
+    with pytest.raises(ShapeError, match=r"takes .*, got"):
+        example.bind(1, 1 << 31, 1.5, 2)(STREAM, 0, 0)
 
 
 def test_there_is_one_object_of_each_element_type():

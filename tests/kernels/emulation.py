@@ -74,6 +74,7 @@ class Emulator:
                     monkeypatch.setattr(module, name, plain)
                     left.append(sys.modules[plain.__module__])
         monkeypatch.setattr(Kernel, "launch", _launch)
+        monkeypatch.setattr(Kernel, "bind", _bind)
 
     def launch(self, kernel: Kernel, grid: int | tuple[int, int, int], *arguments: Any) -> None:
         """Run the blocks one after the other, not in the order of their index. Raises the first error of a thread."""
@@ -97,6 +98,10 @@ class Emulator:
 
 def _launch(kernel: Kernel, grid: int | tuple[int, int, int], *arguments: Any, stream: Emulator, overlap: bool = False) -> None:
     stream.launch(kernel, grid, *arguments)
+
+
+def _bind(kernel: Kernel, grid: int | tuple[int, int, int], *numbers: Any, overlap: bool = False) -> Any:
+    return lambda stream, *addresses: stream.launch(kernel, grid, *addresses, *numbers)
 
 
 @intrinsic

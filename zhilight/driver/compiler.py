@@ -162,15 +162,32 @@ class Kernel:
         if stream.__class__ is LaunchRecorder:
             stream.kernels[self] = None
             return
+        self.load()(grid, arguments, stream, overlap)
+
+    def bind(self, grid: int | tuple[int, int, int], *numbers: Any, overlap: bool = False) -> Callable[..., None]:
+        """A launch of which all but the stream and the addresses is settled: call it with (stream, *addresses).
+
+        numbers: the arguments behind the pointers and tensor maps that the kernel's parameters begin with. For kernels that
+        are launched some hundred times a step; it is for the caller to check element types. Needs no GPU until it is called.
+        """
+        from zhilight.driver.launcher import BoundLaunch
+
+        return BoundLaunch(self, grid, numbers, overlap)
+
+    def load(self) -> Any:
+        """The kernel's Launcher, loaded into the current context by the first call."""
         if self._launcher is None:
             from zhilight.driver.launcher import Launcher
 
             self._launcher = Launcher(self)
-        self._launcher(grid, arguments, stream, overlap)
+        return self._launcher
 
 
 class LaunchRecorder:
     """Stands in a stream's place: what is launched on it is not run but noted, so that it can be compiled ahead."""
+
+    handle = "recorder"
+    """No stream's."""
 
     def __init__(self) -> None:
         self.kernels: dict[Kernel, None] = {}

@@ -1,8 +1,9 @@
-"""Launching a kernel: packed arguments and cuLaunchKernelEx, about 3 us of host time, nothing allocated.
+"""Launching a kernel: packed arguments and cuLaunchKernelEx, nothing allocated.
 
-The call goes to the driver library through ctypes with a configuration and an argument buffer made once a kernel: the
-driver copies both before it returns. One thread launches the kernels of a process (the engine's); a Launcher is not
-for two threads at once.
+The call goes to the driver library through ctypes with a configuration and an argument buffer that are made once, and which
+the driver copies before it returns: once a kernel in a Launcher, which packs all of both anew (3 us of host time), once for a
+grid and its numbers in a BoundLaunch, which packs the addresses (1 us). One thread launches the kernels of a process (the
+engine's); neither is for two threads at once.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Sequence
 from typing import Any
 
-from zhilight.driver.compiler import Capability, Kernel, Pointer, TensorMapParameter, target_of
+from zhilight.driver.compiler import Capability, Kernel, LaunchRecorder, Pointer, TensorMapParameter, target_of
 from zhilight.errors import DeviceError, ShapeError
 
 _CLUSTER_DIMENSION = 4
@@ -81,15 +83,22 @@ class Launcher:
         layout = struct.Struct("@" + "".join(codes))
         self._pack_arguments = layout.pack_into
         self._pointers = pointers
-        self._buffer = ctypes.create_string_buffer(max(1, layout.size))
-        addresses, offset = [], 0
+        self._offsets, offset = [], 0
         for code in codes:
             size = struct.calcsize(code)
             offset = (offset + size - 1) // size * size
-            addresses.append(ctypes.addressof(self._buffer) + offset)
+            self._offsets.append(offset)
             offset += size
-        self._parameter_array = (ctypes.c_void_p * max(1, len(addresses)))(*addresses)
-        self._parameters = ctypes.c_void_p(ctypes.addressof(self._parameter_array))
+        self._buffer, self._parameters = self.new_arguments()
+
+    def new_arguments(self) -> tuple[ctypes.Array, ctypes.c_void_p]:
+        """A buffer for the arguments, and the place behind them of the address of each, which the driver is given."""
+        count = len(self._offsets)
+        table = (self._offsets[-1] + 15) // 8 * 8 if count else 0
+        buffer = ctypes.create_string_buffer(table + 8 * max(1, count))
+        base = ctypes.addressof(buffer)
+        struct.pack_into(f"@{count}P", buffer, table, *(base + offset for offset in self._offsets))
+        return buffer, ctypes.c_void_p(base + table)
 
     def _prepare_config(self) -> None:
         self._attributes = (_Attribute * 2)()
@@ -102,21 +111,30 @@ class Launcher:
         self._attributes[count].value[0] = 1
         self._attributes_address = ctypes.addressof(self._attributes)
         self._plain_count = count
+        self._threads, self._shared = self.kernel.threads, self.kernel.shared
         self._config = ctypes.create_string_buffer(_CONFIG.size)
         self._config_pointer = ctypes.c_void_p(ctypes.addressof(self._config))
-        self._threads, self._shared = self.kernel.threads, self.kernel.shared
+
+    def pack_config(self, config: ctypes.Array, grid: int | tuple[int, int, int], handle: int, overlap: bool) -> None:
+        """Write a launch's CUlaunchConfig."""
+        x, y, z = (grid, 1, 1) if type(grid) is int else grid
+        _pack_config(config, 0, x, y, z, self._threads, 1, 1, self._shared, handle, self._attributes_address,
+                     self._plain_count + overlap)
+
+    @property
+    def entry(self) -> tuple[Any, ctypes.c_void_p]:
+        """The driver's launch function, and the kernel for it."""
+        return self._launch, self._function
 
     def __call__(self, grid: int | tuple[int, int, int], arguments: tuple, stream: Any, overlap: bool) -> None:
         try:
             self._pack_arguments(self._buffer, 0, *arguments)
         except struct.error:  # not numbers alone
             self._pack_tensors(arguments)
-        x, y, z = (grid, 1, 1) if type(grid) is int else grid
-        _pack_config(self._config, 0, x, y, z, self._threads, 1, 1, self._shared, stream.handle, self._attributes_address,
-                     self._plain_count + overlap)
+        self.pack_config(self._config, grid, stream.handle, overlap)
         code = self._launch(self._config_pointer, self._function, self._parameters, None)
         if code:
-            self._raise(code, grid)
+            self.fail(code, grid)
 
     def _pack_tensors(self, arguments: tuple) -> None:
         """Pack the addresses of tensors, whose element types must be those that the kernel reads."""
@@ -128,17 +146,66 @@ class Launcher:
                     raise ShapeError(f"{self.kernel.name}: {self.kernel.parameters[index][0]} is {value.dtype}, the kernel "
                                      f"reads {dtype}")
                 values[index] = value.address
+        self.pack_numbers(self._buffer, values)
+
+    def pack_numbers(self, buffer: ctypes.Array, values: Sequence[int | float]) -> None:
+        """Write a launch's arguments, all of them numbers. Raises ShapeError."""
         try:
-            self._pack_arguments(self._buffer, 0, *values)
+            self._pack_arguments(buffer, 0, *values)
         except struct.error as error:
             raise ShapeError(f"{self.kernel.name} takes {[name for name, _ in self.kernel.parameters]}, got {values}: "
                              f"{error}") from error
 
-    def _raise(self, code: int, grid: Any) -> None:
+    def fail(self, code: int, grid: Any) -> None:
+        """Raise the DriverCallError of a launch that returned `code`."""
         from zhilight.driver.device import driver_error
 
         raise driver_error("cuLaunchKernelEx", code, f"{self.kernel.name}, grid {grid}, {self.kernel.threads} threads, "
                            f"{self.kernel.shared} B of shared memory, cluster {self.kernel.cluster}")
+
+
+class BoundLaunch:
+    """A kernel with its grid and its numbers: called with a stream and the addresses of its arrays, it is queued.
+
+    Everything is packed by the first call and again when the stream changes, but for the addresses. Made by `Kernel.bind`.
+    """
+
+    __slots__ = ("_arguments", "_config", "_config_pointer", "_function", "_grid", "_handle", "_kernel", "_launch", "_numbers",
+                 "_overlap", "_pack", "_parameters")
+
+    def __init__(self, kernel: Kernel, grid: int | tuple[int, int, int], numbers: tuple[int | float, ...], overlap: bool):
+        self._kernel, self._grid, self._numbers, self._overlap = kernel, grid, numbers, overlap
+        self._handle: int | None = None
+
+    def __call__(self, stream: Any, *addresses: int) -> None:
+        """Queue it. addresses: of the pointers and tensor maps that the kernel's parameters begin with, all of them."""
+        if stream.handle != self._handle:
+            if stream.__class__ is LaunchRecorder:
+                stream.kernels[self._kernel] = None
+                return
+            self._prepare(stream.handle)
+        self._pack(self._arguments, 0, *addresses)
+        code = self._launch(self._config_pointer, self._function, self._parameters, None)
+        if code:
+            self._kernel.load().fail(code, self._grid)
+
+    def _prepare(self, handle: int) -> None:
+        launcher = self._kernel.load()
+        count = len(self._kernel.parameters) - len(self._numbers)
+        self._arguments, self._parameters = launcher.new_arguments()
+        launcher.pack_numbers(self._arguments, (0,) * count + self._numbers)
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._config_pointer = ctypes.c_void_p(ctypes.addressof(self._config))
+        launcher.pack_config(self._config, self._grid, handle, self._overlap)
+        self._pack = _pack_addresses(count)
+        self._launch, self._function = launcher.entry
+        self._handle = handle
+
+
+@functools.cache
+def _pack_addresses(count: int) -> Any:
+    """pack_into of `count` addresses."""
+    return struct.Struct(f"@{count}Q").pack_into
 
 
 def current_capability() -> Capability:

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from zhilight.driver.compiler import Kernel
-from zhilight.driver.dtype import DType, bfloat16, float16, int32
+from zhilight.driver.dtype import bfloat16, float16, int32
+from zhilight.driver.launcher import BoundLaunch
 from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill_sm80 as sm80
 from zhilight.kernels import attention_prefill_sm90 as sm90
 from zhilight.kernels.attention_tiles import LOG2_E
-from zhilight.kernels.runtime import MapForm, Runtime, map_form
+from zhilight.kernels.runtime import PLANS, MapForm, Runtime, map_form
 
 HEAD_DIMS = tuple(sm80.TILES)
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -79,22 +80,26 @@ def launch_sm90(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, co
     tickets = chunks.tiles(64 * tiling[0]) * num_heads
     if tickets == 0:
         return
-    kernel, kv_form = _plan_sm90(kv_cache.shape, kv_cache.dtype, window is not None, soft_cap is not None, overlap, tiling)
-    kv_map = runtime.tensor_map(kv_cache.address, kv_form)
+    launch, kv_form = _plan_sm90(kv_cache.layout, qkv.strides[0], out.strides[0], block_tables.strides[0], chunks.first,
+                                 chunks.count, num_heads, num_kv_heads, tickets, scale, window, soft_cap, overlap, tiling,
+                                 runtime.multiprocessors)
+    launch(runtime.stream, runtime.tensor_maps[kv_cache.address, kv_form], qkv.address, block_tables.address,
+           context_lens.address, query_start.address, out.address, runtime.counters(1))
+
+
+@lru_cache(maxsize=PLANS)
+def _plan_sm90(kv_cache: Layout, qkv_stride: int, out_stride: int, table_stride: int, first: int, count: int, num_heads: int,
+               num_kv_heads: int, tickets: int, scale: float, window: int | None, soft_cap: float | None, overlap: bool,
+               tiling: tuple[int, int, int], multiprocessors: int) -> tuple[BoundLaunch, MapForm]:
+    """The launch, and the map of its cache as rows of one head's values of one token."""
+    *rows, block_size, head_dim = kv_cache.shape
+    kernel = sm90.prefill_sm90_kernel(kv_cache.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
+                                      *tiling)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
-    kernel.launch(min(runtime.multiprocessors, tickets), kv_map, qkv.address, block_tables.address, context_lens.address,
-                  query_start.address, out.address, runtime.counters(1), qkv.strides[0], out.strides[0],
-                  block_tables.strides[0], chunks.first, chunks.count, num_heads, num_kv_heads, tickets, outer * LOG2_E, inner,
-                  window or 0, stream=runtime.stream, overlap=overlap)
-
-
-@lru_cache(maxsize=4096)
-def _plan_sm90(cache_shape: tuple[int, ...], dtype: DType, windowed: bool, capped: bool, overlap: bool,
-               tiling: tuple[int, int, int]) -> tuple[Kernel, MapForm]:
-    """The kernel, and the map of its cache as rows of one head's values of one token."""
-    *rows, block_size, head_dim = cache_shape
-    return (sm90.prefill_sm90_kernel(dtype, head_dim, block_size, windowed, capped, overlap, *tiling),
-            map_form(dtype, (prod(rows) * block_size, head_dim), (2 * head_dim,), (min(block_size, tiling[1]), 64)))
+    launch = kernel.bind(min(multiprocessors, tickets), qkv_stride, out_stride, table_stride, first, count, num_heads,
+                         num_kv_heads, tickets, outer * LOG2_E, inner, window or 0, overlap=overlap)
+    return launch, map_form(kv_cache.dtype, (prod(rows) * block_size, head_dim), (2 * head_dim,),
+                            (min(block_size, tiling[1]), 64))
 
 
 def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
@@ -119,19 +124,17 @@ def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, co
 def check_arguments(qkv: Any, kv_cache: Any, block_tables: Any, out: Any, num_heads: int, num_kv_heads: int,
                     window: int | None, soft_cap: float | None) -> tuple[int, int]:
     """(head size, block size) of the cache, after holding the arrays to the contract above. Raises ShapeError."""
-    sizes = _check_layouts((qkv.shape, qkv.strides, qkv.dtype), (kv_cache.shape, kv_cache.strides, kv_cache.dtype),
-                           (out.shape, out.strides, out.dtype), block_tables.strides[1], block_tables.dtype, num_heads,
-                           num_kv_heads, window, soft_cap)
+    sizes = _check_layouts(qkv.layout, kv_cache.layout, out.layout, block_tables.layout, num_heads, num_kv_heads, window,
+                           soft_cap)
     if (qkv.address | out.address) % 16:
         raise ShapeError(f"qkv and out must start at a multiple of 16 bytes; they are at {qkv.address:#x} and "
                          f"{out.address:#x}.")
     return sizes
 
 
-@lru_cache(maxsize=1 << 14)
-def _check_layouts(qkv: tuple, kv_cache: tuple, out: tuple, table_stride: int, table_dtype: DType, num_heads: int,
-                   num_kv_heads: int, window: int | None, soft_cap: float | None) -> tuple[int, int]:
-    qkv, kv_cache, out = Layout(*qkv), Layout(*kv_cache), Layout(*out)
+@lru_cache(maxsize=PLANS)
+def _check_layouts(qkv: Layout, kv_cache: Layout, out: Layout, block_tables: Layout, num_heads: int, num_kv_heads: int,
+                   window: int | None, soft_cap: float | None) -> tuple[int, int]:
     if len(kv_cache.shape) != 5 or kv_cache.shape[1] != 2 or kv_cache.shape[2] != num_kv_heads:
         raise ShapeError(f"kv_cache is {list(kv_cache.shape)}; expected [blocks, 2, {num_kv_heads}, block size, head size].")
     _, _, _, block_size, head_dim = kv_cache.shape
@@ -153,9 +156,9 @@ def _check_layouts(qkv: tuple, kv_cache: tuple, out: tuple, table_stride: int, t
                              "values.")
         if array.strides[0] % 8:
             raise ShapeError(f"{name} has rows {array.strides[0]} values apart; each must start at a multiple of 16 bytes.")
-    if table_dtype != int32 or table_stride != 1:
-        raise ShapeError(f"block_tables must be int32 with contiguous rows, got {table_dtype} with {table_stride} between "
-                         "neighbours of a row.")
+    if block_tables.dtype != int32 or block_tables.strides[1] != 1:
+        raise ShapeError(f"block_tables must be int32 with contiguous rows, got {block_tables.dtype} with "
+                         f"{block_tables.strides[1]} between neighbours of a row.")
     if window is not None and window < 1:
         raise ShapeError(f"window is {window}; it must be at least 1, or None.")
     if soft_cap is not None and soft_cap <= 0:

@@ -11,15 +11,17 @@ a rule cuts the shape by M, N, K and the number of multiprocessors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 from zhilight.driver.compiler import Capability
 from zhilight.driver.dtype import float32
+from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
-from zhilight.kernels import gemm_sm80, gemm_small, gemm_swapped
-from zhilight.kernels.gemm_sm90 import gemm_sm90
+from zhilight.kernels import gemm_sm80, gemm_sm90, gemm_small, gemm_swapped
 from zhilight.kernels.gemm_sm90_tiles import FEW_ROWS
-from zhilight.kernels.runtime import Runtime
+from zhilight.kernels.runtime import PLANS, Runtime
 
 SWAPPED_TOKENS = 64
 SMALL_TOKENS = 32
@@ -54,17 +56,22 @@ def gemm(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None, silu
     overlap: programmatic dependent launch (Hopper; ignored elsewhere): weights are fetched while the kernel before still runs.
     Raises ShapeError naming the argument: each kernel checks what it is given.
     """
-    m = x.shape[0]
-    wide = out.dtype is float32
-    kernel = choose_kernel(m, weight.shape[0], runtime.capability, silu_mul=silu_mul, wide=wide,
-                           aligned=not (out.address % 16 or out.strides[0] % (4 if wide else 8)))
-    if add and kernel != "gemm_sm90":
+    queue = _plan(x.layout, weight.layout, out.layout, None if bias is None else bias.layout, silu_mul, scale, overlap, add,
+                  out.address % 16 == 0, runtime.capability, runtime.multiprocessors)
+    queue(runtime, x, weight, out, bias)
+
+
+@lru_cache(maxsize=PLANS)
+def _plan(x: Layout, weight: Layout, out: Layout, bias: Layout | None, silu_mul: bool, scale: float, overlap: bool, add: bool,
+          out_aligned: bool, capability: Capability, multiprocessors: int) -> Callable[[Any, Any, Any, Any, Any], None]:
+    """What `gemm` does for arrays of these layouts, as a function of (runtime, x, weight, out, bias)."""
+    m, wide = x.shape[0], out.dtype is float32
+    kernel = choose_kernel(m, weight.shape[0], capability, silu_mul=silu_mul, wide=wide,
+                           aligned=out_aligned and not out.strides[0] % (4 if wide else 8))
+    if kernel == "gemm_sm90":
+        return gemm_sm90.plan(x, weight, out, bias, silu_mul, overlap, scale, None, add, multiprocessors)
+    if add:
         raise ShapeError(f"gemm: {kernel}, which serves {m} rows here, cannot add to out; ask adds_as_it_stores.")
-    if kernel == "gemm_small":
-        gemm_small.gemm_small(runtime, x, weight, out, bias, silu_mul, scale, overlap)
-    elif kernel == "gemm_swapped":
-        gemm_swapped.gemm_swapped(runtime, x, weight, out, bias, silu_mul, scale, overlap)
-    elif kernel == "gemm_sm90":
-        gemm_sm90(runtime, x, weight, out, bias, silu_mul, overlap, scale, add=add)
-    else:
-        gemm_sm80.gemm_sm80(runtime, x, weight, out, bias, silu_mul, scale, overlap)
+    function = {"gemm_small": gemm_small.gemm_small, "gemm_swapped": gemm_swapped.gemm_swapped,
+                "gemm_sm80": gemm_sm80.gemm_sm80}[kernel]
+    return partial(function, silu_mul=silu_mul, scale=scale, overlap=overlap)
