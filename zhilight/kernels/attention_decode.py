@@ -28,9 +28,9 @@ from zhilight.driver.launcher import BoundLaunch
 from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels.attention_decode_kernel import MAX_SEQUENCES, attention_decode_kernel
-from zhilight.kernels.attention_prefill import HEAD_DIMS, check_arguments
+from zhilight.kernels.attention_prefill import HEAD_DIMS, check_addresses, check_layouts
 from zhilight.kernels.attention_tiles import LOG2_E
-from zhilight.kernels.runtime import PLANS, Runtime
+from zhilight.kernels.runtime import STEP_PLANS, Runtime
 
 RING_BYTES = 144 << 10
 """Copies in flight an SM beyond which nothing is gained."""
@@ -61,7 +61,7 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
     max_context_len: bound of context_lens for the life of a captured graph; the grid depends on it, not on the lengths.
     shape: a result of `tiling`, for measurements. Raises ShapeError.
     """
-    check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
+    check_addresses(qkv, out)
     parts = _plan(qkv.layout, kv_cache.layout, block_tables.layout, context_lens.layout, out.layout, num_sequences, num_heads,
                   num_kv_heads, scale, max_context_len, window, soft_cap, overlap, shape, runtime.capability,
                   runtime.multiprocessors)
@@ -83,15 +83,15 @@ class Part(NamedTuple):
     counters: int
 
 
-@lru_cache(maxsize=PLANS)
+@lru_cache(maxsize=STEP_PLANS)
 def _plan(qkv: Layout, kv_cache: Layout, block_tables: Layout, context_lens: Layout, out: Layout, num_sequences: int,
           num_heads: int, num_kv_heads: int, scale: float, max_context_len: int, window: int | None, soft_cap: float | None,
           overlap: bool, shape: tuple[int, int, int, int] | None, capability: Capability, multiprocessors: int) -> list[Part]:
     """The launches for arrays of these layouts."""
+    head_dim, block_size = check_layouts(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
     if num_sequences > min(qkv.shape[0], out.shape[0], block_tables.shape[0], context_lens.shape[0]):
         raise ShapeError(f"num_sequences is {num_sequences}; qkv has {qkv.shape[0]} rows, out {out.shape[0]}, block_tables "
                          f"{block_tables.shape[0]}, context_lens {context_lens.shape[0]}.")
-    *_, block_size, head_dim = kv_cache.shape
     overlap = overlap and capability[0] >= 9
     group = num_heads // num_kv_heads
     warps, stages, passes, blocks = shape or tiling(head_dim, group, min(num_sequences, MAX_SEQUENCES) * num_kv_heads,

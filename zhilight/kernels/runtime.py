@@ -29,6 +29,8 @@ MAPS_AT_ONCE = 1 << 14
 PLANS = 1 << 12
 """Launches that an operation keeps, by the layouts of its arrays and what else they depend on: those of the last thousands of
 different steps."""
+STEP_PLANS = 64
+"""The same, of operations whose launches hardly any two steps share; the layers of a step do."""
 COUNTERS = 1 << 16
 ZEROS_BYTES = 8 << 20
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from math import prod
 
 import numpy as np
@@ -126,8 +126,7 @@ class CudaOps(Ops):
     def empty(self, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
         """Takes more rows than asked for, up to an eighth or 63: similar steps then meet the same addresses, so that there
         are few tensor maps however many different steps a server runs."""
-        dtype = dtype or self.dtype
-        return self.pool.workspace(shape, dtype, 1024, _workspace_bytes(shape, dtype))
+        return self.pool.workspace(shape, dtype or self.dtype, 1024, _workspace_bytes)
 
     def scope(self) -> AbstractContextManager[None]:
         return self.pool.scope()
@@ -320,7 +319,6 @@ class PackedStep:
         )
 
 
-@lru_cache(maxsize=1 << 14)
 def _workspace_bytes(shape: tuple[int, ...], dtype: DType) -> int:
     """What `empty` takes for a tensor: its rows are rounded up by an eighth, or 63, at most."""
     rows = shape[0]
