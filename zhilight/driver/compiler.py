@@ -154,7 +154,8 @@ class Kernel:
     def launch(self, grid: int | tuple[int, int, int], *arguments: Any, stream: Any, overlap: bool = False) -> None:
         """Queue the kernel on `stream`. `arguments` follow the annotations: Tensors or addresses for pointers, and numbers.
 
-        A Tensor's element type is held to the annotation. Addresses are quicker: for callers that have checked.
+        A Tensor's element type is held to the annotation. Addresses are quicker: for callers that have checked. A BoundLaunch
+        (driver/launcher.py) is quicker still.
 
         overlap: programmatic dependent launch: the kernel may start before the one before it in the stream has ended, up
         to its own griddepcontrol.wait.
@@ -163,16 +164,6 @@ class Kernel:
             stream.kernels[self] = None
             return
         self.load()(grid, arguments, stream, overlap)
-
-    def bind(self, grid: int | tuple[int, int, int], *numbers: Any, overlap: bool = False) -> Callable[..., None]:
-        """A launch of which all but the stream and the addresses is settled: call it with (stream, *addresses).
-
-        numbers: the arguments behind the pointers and tensor maps that the kernel's parameters begin with. For kernels that
-        are launched some hundred times a step; it is for the caller to check element types. Needs no GPU until it is called.
-        """
-        from zhilight.driver.launcher import BoundLaunch
-
-        return BoundLaunch(self, grid, numbers, overlap)
 
     def load(self) -> Any:
         """The kernel's Launcher, loaded into the current context by the first call."""

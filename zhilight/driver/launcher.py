@@ -1,9 +1,9 @@
 """Launching a kernel: packed arguments and cuLaunchKernelEx, nothing allocated.
 
-The call goes to the driver library through ctypes with a configuration and an argument buffer that are made once, and which
-the driver copies before it returns: once a kernel in a Launcher, which packs all of both anew (3 us of host time), once for a
-grid and its numbers in a BoundLaunch, which packs the addresses (1 us). One thread launches the kernels of a process (the
-engine's); neither is for two threads at once.
+The call goes to the driver library through ctypes with a block of memory that is made once and that the driver has copied when
+it returns: the configuration, the arguments, and the address of each argument. A Launcher has one for its kernel, into which
+each launch is packed anew (2 us of host time beside the driver's); a BoundLaunch has one for a grid and its numbers, into which
+only the addresses go (1 us). One thread launches the kernels of a process (the engine's); neither is for two threads at once.
 """
 
 from __future__ import annotations
@@ -28,17 +28,21 @@ class _Attribute(ctypes.Structure):
 _CONFIG = struct.Struct("@7IPPI4x")
 """CUlaunchConfig: grid (x, y, z), block (x, y, z), bytes of shared memory, stream, attributes, their number."""
 _pack_config = _CONFIG.pack_into
+_ARGUMENTS = 64
+"""Where the arguments begin in a launch's memory, behind the configuration."""
 
 
 @functools.cache
 def _launch_function() -> Any:
-    """cuLaunchKernelEx of the driver library. PyDLL: the call takes 2 us, less than giving the interpreter lock away."""
+    """cuLaunchKernelEx of the driver library. PyDLL: the call takes 2 us, less than giving the interpreter lock away.
+
+    Without argtypes: what it is called with are C pointers made once (byref, c_void_p), which need no conversion.
+    """
     try:
         function = ctypes.PyDLL("libcuda.so.1").cuLaunchKernelEx
     except (OSError, AttributeError) as error:
         raise DeviceError("cuLaunchKernelEx is not in the driver library (libcuda.so.1). It needs an NVIDIA driver of CUDA "
                           f"12.0 or newer: install or update the driver. ({error})") from error
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     function.restype = ctypes.c_int
     return function
 
@@ -83,22 +87,22 @@ class Launcher:
         layout = struct.Struct("@" + "".join(codes))
         self._pack_arguments = layout.pack_into
         self._pointers = pointers
-        self._offsets, offset = [], 0
+        self._offsets, offset = [], _ARGUMENTS
         for code in codes:
             size = struct.calcsize(code)
             offset = (offset + size - 1) // size * size
             self._offsets.append(offset)
             offset += size
-        self._buffer, self._parameters = self.new_arguments()
+        self._table = (offset + 7) // 8 * 8
+        self._pack_table = struct.Struct(f"@{len(codes)}P").pack_into
+        self._memory, self._config, self._parameters = self.new_memory()
 
-    def new_arguments(self) -> tuple[ctypes.Array, ctypes.c_void_p]:
-        """A buffer for the arguments, and the place behind them of the address of each, which the driver is given."""
-        count = len(self._offsets)
-        table = (self._offsets[-1] + 15) // 8 * 8 if count else 0
-        buffer = ctypes.create_string_buffer(table + 8 * max(1, count))
-        base = ctypes.addressof(buffer)
-        struct.pack_into(f"@{count}P", buffer, table, *(base + offset for offset in self._offsets))
-        return buffer, ctypes.c_void_p(base + table)
+    def new_memory(self) -> tuple[ctypes.Array, Any, Any]:
+        """A launch's memory, and what the driver is given: pointers to the configuration and to the arguments' addresses."""
+        memory = ctypes.create_string_buffer(self._table + 8 * len(self._offsets))
+        base = ctypes.addressof(memory)
+        self._pack_table(memory, self._table, *[base + offset for offset in self._offsets])
+        return memory, ctypes.byref(memory), ctypes.byref(memory, self._table)
 
     def _prepare_config(self) -> None:
         self._attributes = (_Attribute * 2)()
@@ -112,13 +116,11 @@ class Launcher:
         self._attributes_address = ctypes.addressof(self._attributes)
         self._plain_count = count
         self._threads, self._shared = self.kernel.threads, self.kernel.shared
-        self._config = ctypes.create_string_buffer(_CONFIG.size)
-        self._config_pointer = ctypes.c_void_p(ctypes.addressof(self._config))
 
-    def pack_config(self, config: ctypes.Array, grid: int | tuple[int, int, int], handle: int, overlap: bool) -> None:
-        """Write a launch's CUlaunchConfig."""
+    def pack_config(self, memory: ctypes.Array, grid: int | tuple[int, int, int], handle: int, overlap: bool) -> None:
+        """Write a launch's configuration."""
         x, y, z = (grid, 1, 1) if type(grid) is int else grid
-        _pack_config(config, 0, x, y, z, self._threads, 1, 1, self._shared, handle, self._attributes_address,
+        _pack_config(memory, 0, x, y, z, self._threads, 1, 1, self._shared, handle, self._attributes_address,
                      self._plain_count + overlap)
 
     @property
@@ -128,11 +130,11 @@ class Launcher:
 
     def __call__(self, grid: int | tuple[int, int, int], arguments: tuple, stream: Any, overlap: bool) -> None:
         try:
-            self._pack_arguments(self._buffer, 0, *arguments)
+            self._pack_arguments(self._memory, _ARGUMENTS, *arguments)
         except struct.error:  # not numbers alone
             self._pack_tensors(arguments)
-        self.pack_config(self._config, grid, stream.handle, overlap)
-        code = self._launch(self._config_pointer, self._function, self._parameters, None)
+        self.pack_config(self._memory, grid, stream.handle, overlap)
+        code = self._launch(self._config, self._function, self._parameters, None)
         if code:
             self.fail(code, grid)
 
@@ -146,12 +148,12 @@ class Launcher:
                     raise ShapeError(f"{self.kernel.name}: {self.kernel.parameters[index][0]} is {value.dtype}, the kernel "
                                      f"reads {dtype}")
                 values[index] = value.address
-        self.pack_numbers(self._buffer, values)
+        self.pack_numbers(self._memory, values)
 
-    def pack_numbers(self, buffer: ctypes.Array, values: Sequence[int | float]) -> None:
+    def pack_numbers(self, memory: ctypes.Array, values: Sequence[int | float]) -> None:
         """Write a launch's arguments, all of them numbers. Raises ShapeError."""
         try:
-            self._pack_arguments(buffer, 0, *values)
+            self._pack_arguments(memory, _ARGUMENTS, *values)
         except struct.error as error:
             raise ShapeError(f"{self.kernel.name} takes {[name for name, _ in self.kernel.parameters]}, got {values}: "
                              f"{error}") from error
@@ -165,38 +167,38 @@ class Launcher:
 
 
 class BoundLaunch:
-    """A kernel with its grid and its numbers: called with a stream and the addresses of its arrays, it is queued.
+    """A launch of which all but the stream and the addresses is settled. Called with those, it is queued.
 
-    Everything is packed by the first call and again when the stream changes, but for the addresses. Made by `Kernel.bind`.
+    numbers: the arguments behind the pointers and tensor maps that the kernel's parameters begin with. It is for the maker to
+    check element types. Everything is packed by the first call, and when the stream changes, but for the addresses; a
+    LaunchRecorder in the stream's place notes the kernel, which is not loaded then.
     """
 
-    __slots__ = ("_arguments", "_config", "_config_pointer", "_function", "_grid", "_handle", "_kernel", "_launch", "_numbers",
-                 "_overlap", "_pack", "_parameters")
+    __slots__ = ("_config", "_function", "_handle", "_launch", "_memory", "_pack", "_parameters", "grid", "kernel", "numbers",
+                 "overlap")
 
     def __init__(self, kernel: Kernel, grid: int | tuple[int, int, int], numbers: tuple[int | float, ...], overlap: bool):
-        self._kernel, self._grid, self._numbers, self._overlap = kernel, grid, numbers, overlap
+        self.kernel, self.grid, self.numbers, self.overlap = kernel, grid, numbers, overlap
         self._handle: int | None = None
 
     def __call__(self, stream: Any, *addresses: int) -> None:
         """Queue it. addresses: of the pointers and tensor maps that the kernel's parameters begin with, all of them."""
         if stream.handle != self._handle:
             if stream.__class__ is LaunchRecorder:
-                stream.kernels[self._kernel] = None
+                stream.kernels[self.kernel] = None
                 return
             self._prepare(stream.handle)
-        self._pack(self._arguments, 0, *addresses)
-        code = self._launch(self._config_pointer, self._function, self._parameters, None)
+        self._pack(self._memory, _ARGUMENTS, *addresses)
+        code = self._launch(self._config, self._function, self._parameters, None)
         if code:
-            self._kernel.load().fail(code, self._grid)
+            self.kernel.load().fail(code, self.grid)
 
     def _prepare(self, handle: int) -> None:
-        launcher = self._kernel.load()
-        count = len(self._kernel.parameters) - len(self._numbers)
-        self._arguments, self._parameters = launcher.new_arguments()
-        launcher.pack_numbers(self._arguments, (0,) * count + self._numbers)
-        self._config = ctypes.create_string_buffer(_CONFIG.size)
-        self._config_pointer = ctypes.c_void_p(ctypes.addressof(self._config))
-        launcher.pack_config(self._config, self._grid, handle, self._overlap)
+        launcher = self.kernel.load()
+        count = len(self.kernel.parameters) - len(self.numbers)
+        self._memory, self._config, self._parameters = launcher.new_memory()
+        launcher.pack_numbers(self._memory, (0,) * count + self.numbers)
+        launcher.pack_config(self._memory, self.grid, handle, self.overlap)
         self._pack = _pack_addresses(count)
         self._launch, self._function = launcher.entry
         self._handle = handle

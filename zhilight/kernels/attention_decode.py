@@ -40,6 +40,7 @@ FEW_PAIRS = 32
 """Below as many (sequence, kv head) pairs, one block of 8 warps an SM: half as many parts to add up as with two of 4."""
 
 
+@lru_cache(maxsize=1 << 10)
 def tiling(head_dim: int, group: int, pairs: int, shared_limit: int) -> tuple[int, int, int, int]:
     """(warps, stages, passes, blocks an SM) for a device with that much shared memory an SM (bytes)."""
     passes = next(p for p in (1, 2, 3, 4, 5, 6, 8) if head_dim % (8 * p) == 0 and group * head_dim <= 512 * p)
@@ -104,8 +105,9 @@ def _plan(qkv: Layout, kv_cache: Layout, block_tables: Layout, context_lens: Lay
         count = min(MAX_SEQUENCES, num_sequences - first)
         tiles = max(1, count * num_kv_heads * -(-max_context_len // (16 * warps)))
         grid = min(multiprocessors * blocks, tiles, (1 << 32) // tiles - 1)   # block * tiles is 32 bits
-        launch = kernel.bind(grid, qkv.strides[0], out.strides[0], block_tables.strides[0], count, num_kv_heads,
-                             outer * LOG2_E, inner, window or 0, overlap=overlap)
+        numbers = (qkv.strides[0], out.strides[0], block_tables.strides[0], count, num_kv_heads, outer * LOG2_E, inner,
+                   window or 0)
+        launch = BoundLaunch(kernel, grid, numbers, overlap)
         parts.append(Part(launch, first * qkv.strides[0] * 2, first * block_tables.strides[0] * 4, first * 4,
                           first * out.strides[0] * 2, grid * 2 * (group * head_dim + 2 * group) * 4, count * num_kv_heads))
     return parts

@@ -96,8 +96,9 @@ def _plan_sm90(qkv: Layout, kv_cache: Layout, block_tables: Layout, context_dtyp
     kernel = sm90.prefill_sm90_kernel(kv_cache.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
                                       *tiling)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
-    launch = kernel.bind(min(multiprocessors, tickets), qkv.strides[0], out.strides[0], block_tables.strides[0], chunks.first,
-                         chunks.count, num_heads, num_kv_heads, tickets, outer * LOG2_E, inner, window or 0, overlap=overlap)
+    numbers = (qkv.strides[0], out.strides[0], block_tables.strides[0], chunks.first, chunks.count, num_heads, num_kv_heads,
+               tickets, outer * LOG2_E, inner, window or 0)
+    launch = BoundLaunch(kernel, min(multiprocessors, tickets), numbers, overlap)
     rows = prod(kv_cache.shape[:4])
     return launch, map_form(kv_cache.dtype, (rows, head_dim), (2 * head_dim,), (min(block_size, tiling[1]), 64))
 

@@ -37,6 +37,7 @@ from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, TensorMap, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, float16, float32
+from zhilight.driver.launcher import BoundLaunch
 from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels import gemm_sm90_epilogue as epilogue
@@ -340,7 +341,7 @@ def plan(x: Layout, weight: Layout, out: Layout, bias: Layout | None, silu_mul: 
     pitch = epilogue.slab_bytes((tile.columns // 2 if silu_mul else tile.columns) // tile.split, out.dtype)
     rows = MAX_ROWS if m >= ROWS else m
     found = gemm_sm90_kernel(tile, x.dtype, out.dtype, bias is not None, silu_mul, overlap, add)
-    launch = found.bind(tile.grid(m, n, multiprocessors), scale, m, n, k, overlap=overlap)
+    launch = BoundLaunch(found, tile.grid(m, n, multiprocessors), (scale, m, n, k), overlap)
     x_form = map_form(x.dtype, (rows, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP))
     weight_form = map_form(x.dtype, (n, k), (weight.strides[0] * size,), (tile.columns // tile.share_weight, STEP))
     out_form = map_form(out.dtype, (rows, out.shape[1]), (out.strides[0] * out.dtype.itemsize,),

@@ -132,7 +132,7 @@ def _plan(x: Layout, weight: Layout, out: Layout, residual: Layout | None, eps: 
     if not tokens:
         return None
     found = rms_norm_kernel(hidden, x.dtype, residual is not None, overlap)
-    return found.bind(tokens, x.strides[0], out.strides[0], eps, scale, overlap=overlap)
+    return BoundLaunch(found, tokens, (x.strides[0], out.strides[0], eps, scale), overlap)
 
 
 def catalogue() -> Iterator[Kernel]:

@@ -169,7 +169,7 @@ def _plan(qkv: Layout, index_dtypes: tuple[DType, DType], cos_sin: Layout, kv_ca
         return None
     several = 4 if tokens >= MANY_TOKENS and num_heads % 4 == 0 else 1
     found = rotary_kernel(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, qkv.dtype, overlap, several)
-    return found.bind((tokens, -(-found.items // THREADS), 1), qkv.strides[0], overlap=overlap)
+    return BoundLaunch(found, (tokens, -(-found.items // THREADS), 1), (qkv.strides[0],), overlap)
 
 
 def catalogue() -> Iterator[Kernel]:
