@@ -46,9 +46,6 @@ class Prompts:
     def call(self, bench: Bench, launch: Any = module.attention_prefill, **options: Any) -> functools.partial:
         arrays = [view(t) for t in (self.qkv, self.cache, self.tables, self.device_lens, self.device_starts, self.out)]
         options |= {"chunks": module.Chunks(self.starts, self.lens)}
-        if launch is not module.attention_prefill:
-            options |= {"head_dim": self.head_dim, "window": None, "block_size": self.cache.shape[3], "soft_cap": None,
-                        "overlap": False}
         return functools.partial(launch, bench.runtime, *arrays, num_heads=self.heads, num_kv_heads=self.kv_heads,
                                  scale=self.head_dim ** -0.5, **options)
 

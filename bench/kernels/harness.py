@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from zhilight.driver.compiler import target_of
-from zhilight.driver.dtype import BY_NAME, DType
+from zhilight.driver.dtype import BY_NAME
+from zhilight.driver.tensor import Tensor
 from zhilight.kernels.runtime import Runtime
 
 COPY_GB_S = 4276
@@ -29,20 +30,10 @@ BF16_TFLOP_S = 798
 L2_BYTES = 60 << 20
 
 
-@dataclass(frozen=True)
-class View:
-    """A torch tensor as kernels' host functions see arrays: address, shape, strides in elements, dtype."""
-
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: DType
-    tensor: Any = field(repr=False, compare=False)
-
-
-def view(tensor: torch.Tensor) -> View:
+def view(tensor: torch.Tensor) -> Tensor:
+    """A torch tensor as kernels' host functions see arrays."""
     name = str(tensor.dtype).removeprefix("torch.").replace("float8_e4m3fn", "fp8_e4m3")
-    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), BY_NAME[name], tensor)
+    return Tensor(tensor.data_ptr(), tuple(tensor.shape), BY_NAME[name], owner=tensor, strides=tensor.stride())
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def ops(fake, fake_device, monkeypatch):
     monkeypatch.setattr(cuda, "Stream", lambda: SimpleNamespace(handle=7, synchronize=lambda: None))
     monkeypatch.setattr(staging, "Event", Done)
     monkeypatch.setattr(Runtime, "_zero", lambda self, address, words: None)
-    monkeypatch.setattr(Runtime, "_make_map", lambda self, *_: TENSOR_MAP_BYTES * (1 + len(self._maps)))
+    monkeypatch.setattr(Runtime, "_make_map", lambda self, *_: TENSOR_MAP_BYTES * (1 + len(self.tensor_maps)))
     monkeypatch.setattr(type(fake), "cuMemcpyHtoDAsync", lambda self, *_: (0,), raising=False)
     pool = MemoryPool(fake_device, 1 << 30, virtual=False)
     made = cuda.CudaOps(fake_device, pool, dtypes.bfloat16, 64, CONFIG["vocab_size"])

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from numba.cuda import types
 
-from zhilight.driver.compiler import Pointer, TensorMap, kernel
+from zhilight.driver.compiler import LaunchRecorder, Pointer, TensorMap, kernel
 from zhilight.driver.dtype import BY_NAME, bfloat16, float32, int32
-from zhilight.driver.launcher import Launcher
+from zhilight.driver.launcher import BoundLaunch, Launcher
 from zhilight.driver.tensor import Tensor
 from zhilight.errors import ShapeError
 
@@ -24,11 +24,16 @@ def example(table: TensorMap, x: Pointer(bfloat16), count: types.int32, scale: t
 
 
 class Calls(list):
-    """In place of cuLaunchKernelEx: keeps (grid, block, shared bytes, stream, attributes, arguments)."""
+    """What cuLaunchKernelEx was called with: (grid, block, shared bytes, stream, number of attributes, arguments) each time."""
 
-    def __call__(self, config: ctypes.c_void_p, function: object, parameters: ctypes.c_void_p, extra: None) -> int:
-        words = struct.unpack("@7IPPI", ctypes.string_at(config.value, 52))
-        addresses = (ctypes.c_void_p * 5).from_address(parameters.value)
+    def function(self) -> object:
+        """A C function in its place."""
+        pointer = ctypes.c_void_p
+        return ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self.note)
+
+    def note(self, config: int, function: int | None, parameters: int, extra: None) -> int:
+        words = struct.unpack("@7IPPI", ctypes.string_at(config, 52))
+        addresses = (ctypes.c_void_p * 5).from_address(parameters)
         values = [struct.unpack("@" + code, ctypes.string_at(address, struct.calcsize(code)))[0]
                   for code, address in zip("QQifq", addresses, strict=True)]
         self.append((words[:3], words[3:6], words[6], words[7], words[9], values))
@@ -43,7 +48,7 @@ def calls():
 @pytest.fixture
 def launch(calls):
     made = Launcher.__new__(Launcher)
-    made.kernel, made._function, made._launch = example, None, calls
+    made.kernel, made._function, made._launch = example, None, calls.function()
     made._prepare_arguments()
     made._prepare_config()
     return made
@@ -72,6 +77,34 @@ def test_arguments_of_the_wrong_kind_are_named(launch, calls, arguments, message
     with pytest.raises(ShapeError, match=message):
         launch(1, arguments, STREAM, False)
     assert not calls
+
+
+def test_a_bound_launch_packs_what_a_launch_does(launch, calls, monkeypatch):
+    monkeypatch.setattr(example, "_launcher", launch)
+    other = SimpleNamespace(handle=0x8800)
+    first = BoundLaunch(example, (5, 6, 7), (-3, 0.5, 1 << 40), True)
+    second = BoundLaunch(example, 9, (4, 1.5, 2), False)
+    for stream in (STREAM, other, STREAM):
+        first(stream, 0xABC0, 64)
+        second(stream, 0xDEF0, 128)
+        launch((5, 6, 7), (0xABC0, 64, -3, 0.5, 1 << 40), stream, True)
+        launch(9, (0xDEF0, 128, 4, 1.5, 2), stream, False)
+    first(STREAM, 0, 1 << 63)
+    assert calls[0:12:4] == calls[2:12:4] and calls[1:12:4] == calls[3:12:4]
+    assert calls[12][5] == [0, 1 << 63, -3, 0.5, 1 << 40]
+
+
+def test_a_bound_launch_is_recorded_without_loading(monkeypatch):
+    monkeypatch.setattr(example, "load", lambda: pytest.fail("loaded"))
+    recorder = LaunchRecorder()
+    BoundLaunch(example, 1, (4, 1.5, 2), False)(recorder, 0, 0)
+    assert list(recorder.kernels) == [example]
+
+
+def test_numbers_that_do_not_fit_a_bound_launch_are_named(launch, monkeypatch):
+    monkeypatch.setattr(example, "_launcher", launch)
+    with pytest.raises(ShapeError, match=r"takes .*, got"):
+        BoundLaunch(example, 1, (1 << 31, 1.5, 2), False)(STREAM, 0, 0)
 
 
 def test_there_is_one_object_of_each_element_type():

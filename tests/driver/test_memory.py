@@ -114,6 +114,20 @@ def test_nested_scopes_reuse_and_keep(pool):
     assert pool.statistics()["workspace"].used == 0 < pool.statistics()["workspace"].peak
 
 
+def test_kept_workspace_is_mapped_again_after_a_trim(pool):
+    def ask():
+        with pool.scope():
+            pool.workspace((5,), uint8)
+            return pool.workspace((MIB,), uint8)
+
+    kept = ask()
+    assert ask() is kept and pool.statistics()["workspace"].peak == MIB + 256
+    pool.trim()
+    assert pool.statistics()["workspace"].mapped == 0
+    ask()
+    assert pool.statistics()["workspace"].mapped >= MIB + 256
+
+
 def test_regions_grow_without_moving(fake, fake_device):
     with MemoryPool(fake_device, BUDGET) as pool:
         first = pool.allocate("kv", (GROWTH,), uint8)

@@ -45,7 +45,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.content.setdefault(blocks[i], b"")
             if i >= len(hits):
                 self.content[blocks[i]] = tokens[: (i + 1) * SIZE].tobytes()
-            self.pool.register(blocks[i], digest)
+            self.pool.register([blocks[i]], [digest])
         self.sequences.append((blocks, tokens))
 
     @precondition(lambda self: self.sequences)
@@ -74,7 +74,7 @@ def fill(pool: BlockPool, tokens, salt=None) -> list[int]:
     pool.extend_hashes(hashes, pool.root(salt), tokens)
     blocks = pool.allocate(-(-len(tokens) // pool.block_size))
     for block, digest in zip(blocks, hashes, strict=False):
-        pool.register(block, digest)
+        pool.register([block], [digest])
     return blocks
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zhilight.driver.compiler import target_of
-from zhilight.driver.dtype import BY_NAME, DType
+from zhilight.driver.dtype import BY_NAME
+from zhilight.driver.tensor import Tensor
 from zhilight.kernels.runtime import Runtime
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 2e-5}
@@ -20,20 +21,11 @@ EPILOGUES = [(torch.bfloat16, True, False, False), (torch.bfloat16, False, True,
 """dtype, bias, silu_mul, float32 out: each path of an epilogue, not each combination, because each is a kernel to compile."""
 
 
-@dataclass(frozen=True)
-class Argument:
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: DType
-    tensor: Any = field(repr=False)
-
-
-def argument(tensor: torch.Tensor | None) -> Argument | None:
+def argument(tensor: torch.Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
-    name = str(tensor.dtype).removeprefix("torch.")
-    return Argument(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), BY_NAME[name], tensor)
+    dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+    return Tensor(tensor.data_ptr(), tuple(tensor.shape), dtype, owner=tensor, strides=tensor.stride())
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ def run(runtime, case: Case, launch: str = "auto", first: int = 0, overlap: bool
         if launch == "sm90" and runtime.capability[0] != 9:
             pytest.skip("wgmma needs capability 9.0")
         kernel = module.launch_sm90 if launch == "sm90" else module.launch_sm80
-        kernel(runtime, query_start=case.device_query_start, chunks=chunks, head_dim=case.head_dim,
-               block_size=case.block_size, overlap=overlap, **arguments)
+        kernel(runtime, query_start=case.device_query_start, chunks=chunks, overlap=overlap, **arguments)
     runtime.stream.synchronize()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
 from zhilight.driver.dtype import BY_NAME, DType
+from zhilight.driver.tensor import Tensor
 from zhilight.errors import ShapeError
 from zhilight.kernels.gemm_sm90 import gemm_sm90
 from zhilight.kernels.gemm_sm90_tiles import Tile
@@ -30,20 +30,12 @@ EPILOGUES = [
     {"dtype": torch.float16, "out_dtype": torch.float32, "bias": True}]
 
 
-@dataclass(frozen=True)
-class View:
-    address: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: DType
-
-
 def dtype_of(dtype) -> DType:
     return BY_NAME[str(dtype).removeprefix("torch.")]
 
 
-def view(tensor) -> View:
-    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype_of(tensor.dtype))
+def view(tensor) -> Tensor:
+    return Tensor(tensor.data_ptr(), tuple(tensor.shape), dtype_of(tensor.dtype), strides=tensor.stride())
 
 
 @pytest.fixture(scope="module")

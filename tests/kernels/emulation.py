@@ -27,6 +27,7 @@ from numba.cuda.extending import intrinsic
 
 from zhilight.driver.compiler import Kernel, Pointer
 from zhilight.driver.dtype import from_numpy
+from zhilight.driver.launcher import BoundLaunch
 from zhilight.driver.tensor import Tensor
 
 COUNTERS = 64
@@ -74,6 +75,7 @@ class Emulator:
                     monkeypatch.setattr(module, name, plain)
                     left.append(sys.modules[plain.__module__])
         monkeypatch.setattr(Kernel, "launch", _launch)
+        monkeypatch.setattr(BoundLaunch, "__call__", _launch_bound)
 
     def launch(self, kernel: Kernel, grid: int | tuple[int, int, int], *arguments: Any) -> None:
         """Run the blocks one after the other, not in the order of their index. Raises the first error of a thread."""
@@ -97,6 +99,10 @@ class Emulator:
 
 def _launch(kernel: Kernel, grid: int | tuple[int, int, int], *arguments: Any, stream: Emulator, overlap: bool = False) -> None:
     stream.launch(kernel, grid, *arguments)
+
+
+def _launch_bound(bound: BoundLaunch, stream: Emulator, *addresses: int) -> None:
+    stream.launch(bound.kernel, bound.grid, *addresses, *bound.numbers)
 
 
 @intrinsic

@@ -13,7 +13,7 @@ from zhilight.errors import ShapeError
 from zhilight.kernels.gemm import gemm
 from zhilight.kernels.norm import add_rms_norm
 from zhilight.kernels.rotary import rotary_and_cache
-from zhilight.kernels.runtime import map_form
+from zhilight.kernels.runtime import TensorMaps, map_form
 
 
 def array(shape: tuple[int, ...], dtype: DType = bfloat16, address: int = 4096,
@@ -25,7 +25,8 @@ def array(shape: tuple[int, ...], dtype: DType = bfloat16, address: int = 4096,
 @pytest.fixture
 def runtime():
     return SimpleNamespace(capability=(9, 0, "a"), multiprocessors=132, stream=LaunchRecorder(),
-                           tensor_map=lambda address, form: address, scratch=lambda nbytes: 0, counters=lambda count: 0)
+                           tensor_maps=TensorMaps(lambda address, form: address), scratch=lambda nbytes: 0,
+                           counters=lambda count: 0)
 
 
 NORM = {"x": array((300, 64)), "residual": array((300, 64)), "weight": array((64,)), "eps": 1e-5, "scale": 1.0,
@@ -87,3 +88,11 @@ def test_the_kernel_fits_the_layout(runtime, capability, m, address, factory):
 def test_equal_maps_have_one_form():
     assert map_form(bfloat16, (4, 8), (16,), (2, 8)) is map_form(bfloat16, (4, 8), (16,), (2, 8))
     assert map_form(bfloat16, (4, 8), (16,), (2, 8)) is not map_form(float16, (4, 8), (16,), (2, 8))
+
+
+def test_a_map_is_made_once():
+    made = []
+    maps = TensorMaps(lambda address, form: made.append((address, form)) or 128 * len(made))
+    forms = map_form(bfloat16, (4, 8), (16,), (2, 8)), map_form(bfloat16, (5, 8), (16,), (2, 8))
+    assert [maps[4096, forms[0]], maps[4096, forms[1]], maps[8192, forms[0]], maps[4096, forms[0]]] == [128, 256, 384, 128]
+    assert made == [(4096, forms[0]), (4096, forms[1]), (8192, forms[0])]

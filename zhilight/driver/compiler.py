@@ -154,7 +154,8 @@ class Kernel:
     def launch(self, grid: int | tuple[int, int, int], *arguments: Any, stream: Any, overlap: bool = False) -> None:
         """Queue the kernel on `stream`. `arguments` follow the annotations: Tensors or addresses for pointers, and numbers.
 
-        A Tensor's element type is held to the annotation. Addresses are quicker: for callers that have checked.
+        A Tensor's element type is held to the annotation. Addresses are quicker: for callers that have checked. A BoundLaunch
+        (driver/launcher.py) is quicker still.
 
         overlap: programmatic dependent launch: the kernel may start before the one before it in the stream has ended, up
         to its own griddepcontrol.wait.
@@ -162,15 +163,22 @@ class Kernel:
         if stream.__class__ is LaunchRecorder:
             stream.kernels[self] = None
             return
+        self.load()(grid, arguments, stream, overlap)
+
+    def load(self) -> Any:
+        """The kernel's Launcher, loaded into the current context by the first call."""
         if self._launcher is None:
             from zhilight.driver.launcher import Launcher
 
             self._launcher = Launcher(self)
-        self._launcher(grid, arguments, stream, overlap)
+        return self._launcher
 
 
 class LaunchRecorder:
     """Stands in a stream's place: what is launched on it is not run but noted, so that it can be compiled ahead."""
+
+    handle = "recorder"
+    """No stream's."""
 
     def __init__(self) -> None:
         self.kernels: dict[Kernel, None] = {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from types import TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from zhilight.driver.device import Device, DriverCallError, check, driver
 from zhilight.driver.dtype import DType
 from zhilight.driver.region import ALIGNMENT, Allocation, MemoryFault, Region, RegionStatistics, Scope, Segment
-from zhilight.driver.tensor import Tensor
+from zhilight.driver.tensor import Shape, Tensor
 from zhilight.errors import OutOfMemory
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 GROWTH = 64 * MIB
 """A region grows by at least this many bytes where the budget allows: fewer driver calls."""
+MOST_KEPT = 1 << 14
+"""Tensors of the workspace that are kept."""
 POISON = 0xFF
 """Byte of debug mode's fill: NaN as bf16, fp16, fp32 and fp8, -1 as an integer."""
 
@@ -265,6 +267,10 @@ class CheckedTensor(Tensor):
         _slot_address.__set__(self, value)
 
 
+def _bytes_of(shape: Shape, dtype: DType) -> int:
+    return dtype.nbytes(prod(shape))
+
+
 class MemoryPool:
     """The device memory of one GPU; see the module. Not for two threads at once; `close` frees everything."""
 
@@ -294,6 +300,7 @@ class MemoryPool:
             for position, name in enumerate(REGIONS)}
         self._budget.regions = self.regions
         self._workspace = self.regions["workspace"]
+        self._kept: dict[tuple, tuple[Tensor, tuple[int, int]]] = {}
 
     @staticmethod
     def budget_for(device: Device, utilization: float, slack: int = 0) -> int:
@@ -333,20 +340,33 @@ class MemoryPool:
         found = self.regions.get(region)
         if found is None:
             raise MemoryFault(f"no region {region!r}; there are {', '.join(REGIONS)}.")
-        return self._tensor(found, tuple(shape), dtype, alignment)
+        shape = tuple(shape)
+        return self._tensor(found, shape, dtype, alignment, _bytes_of(shape, dtype))
 
-    def workspace(self, shape: Sequence[int], dtype: DType, alignment: int = ALIGNMENT, nbytes: int | None = None) -> Tensor:
-        """An uninitialised tensor, valid until the enclosing `scope` ends. nbytes: take so much, more than it needs."""
-        return self._tensor(self._workspace, tuple(shape), dtype, alignment, nbytes)
+    def workspace(self, shape: Shape, dtype: DType, alignment: int = ALIGNMENT,
+                  room: Callable[[Shape, DType], int] = _bytes_of) -> Tensor:
+        """An uninitialised tensor, valid until the enclosing `scope` ends. room(shape, dtype): bytes to take, at least its own.
+
+        The same request at the same place gets the same Tensor, which is kept: a step's layers ask for the same things.
+        """
+        region = self._workspace
+        key = region.cursor, shape, dtype, alignment, room
+        kept = self._kept.get(key)
+        if kept is None:
+            tensor = self._tensor(region, shape, dtype, alignment, room(shape, dtype))
+            if not region.track:  # debug mode wants to see each of them
+                if len(self._kept) >= MOST_KEPT:
+                    self._kept.clear()
+                self._kept[key] = tensor, region.cursor
+            return tensor
+        tensor, region.cursor = kept
+        return tensor
 
     def scope(self) -> Scope:
         """A context manager: workspace taken inside is given back at its end. Scopes nest."""
         return self._workspace.scope()
 
-    def _tensor(self, region: Region, shape: tuple[int, ...], dtype: DType, alignment: int,
-                nbytes: int | None = None) -> Tensor:
-        if nbytes is None:
-            nbytes = dtype.nbytes(prod(shape))
+    def _tensor(self, region: Region, shape: Shape, dtype: DType, alignment: int, nbytes: int) -> Tensor:
         address, allocation = region.take(nbytes, alignment, f"{list(shape)} {dtype}" if region.track else "")
         kind = CheckedTensor if self.debug else Tensor
         return kind(address, shape, dtype, self.device.index, allocation or region)
@@ -366,6 +386,7 @@ class MemoryPool:
 
     def trim(self) -> None:
         """Unmap what no region uses now, so that another can grow."""
+        self._kept.clear()
         for region in self.regions.values():
             region.trim()
 
@@ -388,6 +409,7 @@ class MemoryPool:
         if self.closed:
             return
         self.closed = True
+        self._kept.clear()
         for region in self.regions.values():
             region.close()
         self._source.close()

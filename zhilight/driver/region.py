@@ -103,7 +103,9 @@ class Region:
         self.segments = segments if segments is not None else []
         self.on_change = on_change
         self.closed = False
-        self._cursor = (0, 0)
+        self.cursor = (0, 0)
+        """(segment's index, offset) of the next byte. In a stack region without tracking it may be set to where it has been
+        since the last `trim`: what lies below is then taken again."""
         self._peak = 0
         self._live: list[Allocation] = []
         self._scopes: list[Scope] = []
@@ -114,13 +116,13 @@ class Region:
         """(address, allocation or None when not tracked) of `nbytes` fresh bytes."""
         if alignment < 1 or alignment & (alignment - 1):
             raise MemoryFault(f"alignment is {alignment}; it must be a power of two.")
-        begin_cursor = index, offset = self._cursor
+        begin_cursor = index, offset = self.cursor
         segment = self.segments[index] if index < len(self.segments) else _NOWHERE
         address = (segment.base + offset + alignment - 1) & -alignment
         if address + nbytes - segment.base > segment.mapped:
             index, address = self._make_room(nbytes, alignment, what)
             segment = self.segments[index]
-        self._cursor = index, address + nbytes - segment.base
+        self.cursor = index, address + nbytes - segment.base
         if self.on_change is not None:
             self.on_change(address, nbytes)
         if not self.track:
@@ -133,7 +135,7 @@ class Region:
         """(segment's index, address) of the first place from the cursor on that can have memory, which it then has."""
         if self.closed:
             raise MemoryFault(f"region {self.name} is closed; {what} cannot be allocated.")
-        index, offset = self._cursor
+        index, offset = self.cursor
         while True:
             if index == len(self.segments):
                 self.segments.append(self.source.grow(self, None, nbytes + (alignment if alignment > ALIGNMENT else 0)))
@@ -149,7 +151,7 @@ class Region:
         """Map memory ahead, so that the next `nbytes` need no driver call (which graph capture would refuse)."""
         if self.closed:
             raise MemoryFault(f"region {self.name} is closed.")
-        index, offset = self._cursor
+        index, offset = self.cursor
         while index < len(self.segments):
             segment = self.segments[index]
             missing = offset + nbytes - segment.mapped
@@ -172,7 +174,7 @@ class Region:
         self._end(allocation)
         self._note_peak()
         while self._live and not self._live[-1].live:
-            self._cursor = self._live.pop().begin
+            self.cursor = self._live.pop().begin
 
     def _end(self, allocation: Allocation) -> None:
         allocation.live = False
@@ -187,7 +189,7 @@ class Region:
 
     def trim(self) -> None:
         """Give memory above the cursor back to the source, for other regions."""
-        index, offset = self._cursor
+        index, offset = self.cursor
         for position in range(len(self.segments) - 1, index - 1, -1):
             segment = self.segments[position]
             self.source.shrink(self, segment, offset if position == index else 0)
@@ -201,7 +203,7 @@ class Region:
         self._live.clear()
         self._note_peak()
         self.segments.clear()
-        self._cursor = (0, 0)
+        self.cursor = (0, 0)
         self.closed = True
 
     # ---- figures ----------------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class Region:
     @property
     def used(self) -> int:
         """Bytes below the cursor, gaps included."""
-        index, offset = self._cursor
+        index, offset = self.cursor
         return offset if index == 0 else offset + sum(segment.mapped for segment in self.segments[:index])
 
     @property
@@ -220,7 +222,7 @@ class Region:
 
     def _note_peak(self) -> None:
         """Called before the cursor falls, which is rarer than that it rises."""
-        index, offset = self._cursor
+        index, offset = self.cursor
         if index or offset > self._peak:
             self._peak = max(self._peak, self.used)
 
@@ -243,7 +245,7 @@ class Scope:
 
     def __enter__(self) -> None:
         region = self._region
-        self._cursor = region._cursor
+        self._cursor = region.cursor
         self._tracked = len(region._live)
         region._scopes.append(self)
 
@@ -258,4 +260,4 @@ class Scope:
         while len(region._live) > self._tracked:
             region._end(region._live.pop())
         region._note_peak()
-        region._cursor = self._cursor
+        region.cursor = self._cursor

@@ -7,9 +7,10 @@ queued on the stream given; only `to_host` waits.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,12 +31,26 @@ def contiguous_strides(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
-class Layout(NamedTuple):
-    """What of an array shapes a launch: all but where it is. Kernels' host functions check equal layouts once."""
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What of an array shapes a launch: all but where it is. Made by `layout_of`.
+
+    Kernels' host functions keep what they have checked and worked out by layouts, which as keys cost what an integer costs.
+    """
 
     shape: Shape
     strides: Shape
     dtype: DType
+
+
+layout_of = lru_cache(maxsize=1 << 14)(Layout)
+"""The Layout of (shape, strides, dtype): one object for equal ones. (One that the cache has forgotten is made anew, and what is
+kept by it worked out again.)"""
+
+
+@lru_cache(maxsize=1 << 14)
+def _row_major(shape: Shape, dtype: DType) -> Layout:
+    return layout_of(shape, contiguous_strides(shape), dtype)
 
 
 class Tensor:
@@ -45,19 +60,21 @@ class Tensor:
         address: of element 0, an integer.
         shape, strides: tuples of integers; strides in elements. int4 counts elements of half a byte, low nibble first.
         dtype: a DType.
+        layout: the three together.
         device: the GPU's index.
         owner: what keeps the memory alive, shared by every view; None when the caller sees to that.
     """
 
-    __slots__ = ("address", "device", "dtype", "owner", "shape", "strides")
+    __slots__ = ("address", "device", "dtype", "layout", "owner", "shape", "strides")
 
     def __init__(self, address: int, shape: Shape, dtype: DType, device: int = 0, owner: Any = None,
                  strides: Shape | None = None):
         """`strides` None is row-major."""
         self.owner = owner
         self.address = address
+        self.layout = layout = _row_major(shape, dtype) if strides is None else layout_of(shape, strides, dtype)
         self.shape = shape
-        self.strides = contiguous_strides(shape) if strides is None else strides
+        self.strides = layout.strides
         self.dtype = dtype
         self.device = device
 
@@ -108,11 +125,7 @@ class Tensor:
         if bits & 7:
             raise ShapeError(f"a view of {self!r} would begin inside a byte (element {offset}); "
                              "slice packed types at even elements.")
-        view = object.__new__(type(self))
-        view.owner = self.owner
-        view.address = self.address + (bits >> 3)
-        view.shape, view.strides, view.dtype, view.device = shape, strides, self.dtype, self.device
-        return view
+        return type(self)(self.address + (bits >> 3), shape, self.dtype, self.device, self.owner, strides)
 
     def __getitem__(self, key: Any) -> Tensor:
         """A view: integers, slices with a positive step, and one `...`; as NumPy, but an integer out of range is a
@@ -200,9 +213,8 @@ class Tensor:
         outer = [stride * old for stride in self.strides[:-1]]
         if inner % new or any(bits % new for bits in outer) or self.address * 8 % max(new, 8):
             raise ShapeError(f"view of {self!r} as {dtype}: rows or address are not multiples of {new} bits.")
-        view = self._view(0, (*self.shape[:-1], inner // new), (*(bits // new for bits in outer), 1))
-        view.dtype = dtype
-        return view
+        return type(self)(self.address, (*self.shape[:-1], inner // new), dtype, self.device, self.owner,
+                          (*(bits // new for bits in outer), 1))
 
     def transpose(self, first: int, second: int) -> Tensor:
         """A view with two axes exchanged."""

@@ -79,6 +79,9 @@ class SlotTable:
         if 1 << self.shift != block_size:
             raise ValueError(f"block_size is {block_size}; it must be a power of two")
         width = -(-max_model_len // block_size)
+        self._mask = block_size - 1
+        self._positions = np.arange(max_model_len, dtype=np.int32)
+        self._in_block = np.arange(block_size)
         self.tokens = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.blocks = np.zeros((max_num_seqs, width), np.int32)
         self.computed, self.length, self.known, self.limit, self.num_blocks, self.registered, self.protected, self.row = (
@@ -139,45 +142,56 @@ class SlotTable:
         Reads `computed` and `length` as they were before the step. prompt_rows: logit rows beside the sampling ones.
         """
         positions = self.computed[decodes]
-        slots = decodes
         unknown = np.flatnonzero(self.known[decodes] < self.length[decodes])
-        feed_rows, feed_sources = unknown.astype(np.int32), self.row[decodes[unknown]].astype(np.int32)
         num_decodes = len(decodes)
+        token_ids, row_positions = self.tokens[decodes, positions], positions.astype(np.int32)
+        mapping = self._places(self.blocks[decodes, positions >> self.shift]) | (positions & self._mask)
+        slots, context_lens = decodes, positions + 1
+        query_start = np.arange(num_decodes + 1, dtype=np.int32)
+        logit_rows = query_start[:-1]
         if chunks:
-            bounds = np.array([(c.slot, c.start, c.end) for c in chunks], np.int64)
-            lengths = bounds[:, 2] - bounds[:, 1]
-            total = int(lengths.sum())
-            firsts = np.cumsum(lengths) - lengths
-            row_slots = np.concatenate((decodes, np.repeat(bounds[:, 0], lengths)))
-            row_positions = np.concatenate((positions, np.arange(total) + np.repeat(bounds[:, 1] - firsts, lengths)))
-            slots = np.concatenate((decodes, bounds[:, 0]))
-            query_start = np.concatenate((np.arange(num_decodes + 1), num_decodes + firsts[1:], [num_decodes + total]))
-            context_lens = np.concatenate((positions + 1, bounds[:, 2]))
-            sampling = query_start[num_decodes + 1 :][np.array([c.samples for c in chunks])] - 1
-            logit_rows = np.concatenate((np.arange(num_decodes), sampling))
-        else:
-            row_slots, row_positions = decodes, positions
-            query_start = np.arange(num_decodes + 1)
-            context_lens = positions + 1
-            logit_rows = query_start[:-1]
-        block = self.blocks[row_slots, row_positions >> self.shift].astype(np.int64)
-        mapping = (block << self.shift) | (row_positions & ((1 << self.shift) - 1))
-        if chunks:  # a cached prompt's last token is computed again, but its block may be shared: leave it as it is
-            mapping[row_positions < self.protected[row_slots]] = -1
+            chunk_slots, starts, ends = np.array([(chunk.slot, chunk.start, chunk.end) for chunk in chunks]).T
+            token_ids = np.concatenate([token_ids, *[self.tokens[chunk.slot, chunk.start : chunk.end] for chunk in chunks]])
+            row_positions = np.concatenate([row_positions, *[self._positions[chunk.start : chunk.end] for chunk in chunks]])
+            query_start = np.concatenate((query_start, num_decodes + np.cumsum(ends - starts)), dtype=np.int32)
+            mapping = np.concatenate([mapping, *self._chunk_mappings(chunks)])
+            protected = self.protected[chunk_slots]
+            for i in np.flatnonzero(starts < protected).tolist():
+                # a cached prompt's last token is computed again, but its block may be shared: leave it as it is
+                first, last = query_start[num_decodes + i : num_decodes + i + 2]
+                mapping[first : min(last, first + protected[i] - starts[i])] = -1
+            slots, context_lens = np.concatenate((decodes, chunk_slots)), np.concatenate((context_lens, ends))
+            samples = np.array([chunk.samples for chunk in chunks])
+            logit_rows = np.concatenate((logit_rows, query_start[num_decodes + 1 :][samples] - 1))
         if prompt_rows is not None and len(prompt_rows):
             logit_rows = np.concatenate((logit_rows, prompt_rows))
         elif not len(logit_rows):
             logit_rows = query_start[1:2] - 1  # backends need not handle a head without rows
         width = int(((context_lens.max() - 1) >> self.shift) + 1)
         return StepArrays(
-            token_ids=self.tokens[row_slots, row_positions],
-            positions=row_positions.astype(np.int32),
+            token_ids=token_ids,
+            positions=row_positions,
             slot_mapping=mapping,
             block_tables=self.blocks[slots, :width],
             context_lens=context_lens.astype(np.int32),
-            query_start=query_start.astype(np.int32),
-            logit_rows=logit_rows.astype(np.int32),
+            query_start=query_start,
+            logit_rows=logit_rows.astype(np.int32, copy=False),
             num_decodes=num_decodes,
-            feed_rows=feed_rows,
-            feed_sources=feed_sources,
+            feed_rows=unknown.astype(np.int32),
+            feed_sources=self.row[decodes[unknown]].astype(np.int32),
         )
+
+    def _places(self, blocks: np.ndarray) -> np.ndarray:
+        """Where blocks begin in the cache, in tokens (int64)."""
+        return blocks.astype(np.int64) << self.shift
+
+    def _chunk_mappings(self, chunks: list[Chunk]) -> list[np.ndarray]:
+        """Where each token of each chunk lies in the cache. Block by block: chunks have many tokens and few blocks."""
+        spans = [self.blocks[chunk.slot, chunk.start >> self.shift : -(-chunk.end >> self.shift)] for chunk in chunks]
+        places = (self._places(np.concatenate(spans))[:, None] | self._in_block).ravel()  # of all tokens of those blocks
+        mappings, first = [], 0
+        for chunk, span in zip(chunks, spans, strict=True):
+            skipped = first + (chunk.start & self._mask)
+            mappings.append(places[skipped : skipped + chunk.end - chunk.start])
+            first += len(span) << self.shift
+        return mappings

@@ -58,9 +58,14 @@ class BlockPool:
     def extend_hashes(self, hashes: list[bytes], root: bytes, tokens: np.ndarray) -> None:
         """Append to `hashes` those of the full blocks of `tokens` ([n] int32, the sequence from its start) it lacks."""
         size = self.block_size
+        first, full = len(hashes), len(tokens) // size
+        if first >= full:
+            return
         parent = hashes[-1] if hashes else root
-        for first in range(len(hashes) * size, len(tokens) - size + 1, size):
-            parent = xxhash.xxh3_128_digest(parent + tokens[first : first + size].tobytes(), self._seed)
+        data, width = tokens[first * size : full * size].tobytes(), size * tokens.itemsize
+        digest, seed = xxhash.xxh3_128_digest, self._seed
+        for begin in range(0, len(data), width):
+            parent = digest(parent + data[begin : begin + width], seed)
             hashes.append(parent)
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
@@ -83,11 +88,15 @@ class BlockPool:
         references = self._references
         return sum(references[block] == 1 for block in blocks)
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Make a full, referenced block known by its hash. A second block of the same content stays anonymous."""
-        if self.enable_prefix_caching and self._hash_of[block] is None and digest not in self._by_hash:
-            self._hash_of[block] = digest
-            self._by_hash[digest] = block
+    def register(self, blocks: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """Make full, referenced blocks known, each by its hash. A second block of the same content stays anonymous."""
+        if not self.enable_prefix_caching:
+            return
+        hash_of, by_hash = self._hash_of, self._by_hash
+        for block, digest in zip(blocks, hashes, strict=True):
+            if hash_of[block] is None and digest not in by_hash:
+                hash_of[block] = digest
+                by_hash[digest] = block
 
     # ---- references -------------------------------------------------------------------------------------------
 
@@ -96,11 +105,13 @@ class BlockPool:
         if count > self.available:
             raise IndexError(f"{count} KV blocks wanted, {self.available} available of {self.num_blocks}")
         free, references = self._free, self._references
-        blocks = []
-        for _ in range(count):
-            block = free.pop() if free else self._evict()
+        first = max(0, len(free) - count)
+        blocks = free[first:][::-1]
+        del free[first:]
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
+        for block in blocks:
             references[block] = 1
-            blocks.append(block)
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -136,13 +147,18 @@ class BlockPool:
         self._free.extend(self._cached)
         self._cached.clear()
 
-    def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        digest = self._hash_of[block]
-        if digest is not None:
-            del self._by_hash[digest]
-            self._hash_of[block] = None
-        return block
+    def _evict(self, count: int) -> list[int]:
+        """The `count` least recently used cached blocks, whose content is forgotten."""
+        cached, hash_of, by_hash = self._cached, self._hash_of, self._by_hash
+        blocks = []
+        for _ in range(count):
+            block, _ = cached.popitem(last=False)
+            digest = hash_of[block]
+            if digest is not None:
+                del by_hash[digest]
+                hash_of[block] = None
+            blocks.append(block)
+        return blocks
 
     # ---- invariants -------------------------------------------------------------------------------------------
 

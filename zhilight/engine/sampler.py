@@ -75,6 +75,7 @@ class Sampler:
         self._late = np.zeros(slots, bool)
         self._special: dict[int, _Special] = {}
         self._unseeded: dict[int, int] = {}
+        self._drawn: list[int] = []
         self._prompt_mask: Array | None = None
         self._output_counts: Array | None = None
         self.faults: list[tuple[Request, RequestError]] = []
@@ -127,7 +128,9 @@ class Sampler:
             return request.params.seed & (2**64 - 1)
         seed = self._unseeded.get(request.handle)
         if seed is None:
-            seed = self._unseeded[request.handle] = int(self._seeds_of_unseeded.integers(2**64, dtype=np.uint64))
+            if not self._drawn:  # many at a time: a call costs as much as a hundred numbers
+                self._drawn = self._seeds_of_unseeded.integers(2**64, size=256, dtype=np.uint64).tolist()
+            seed = self._unseeded[request.handle] = self._drawn.pop()
         return seed
 
     def _special_of(self, request: Request) -> _Special | None:

@@ -157,9 +157,6 @@ class Scheduler:
             if ending:
                 self._decode_slots = None
                 self._prefilling = [request for request in self._prefilling if request.slot not in self._decoding]
-            if self.pool.enable_prefix_caching:
-                for request in requests:
-                    self._register(request.slot, int(table.computed[request.slot]))
         positions = table.length[sample_slots]
         table.length[sample_slots] += 1
         table.row[sample_slots] = np.arange(len(sample_slots))
@@ -198,6 +195,8 @@ class Scheduler:
         if end > start:
             chunks.append(Chunk(request.slot, start, end, end == request.prefill_end))
             requests.append(request)
+            if self.pool.enable_prefix_caching:  # now, so that the next one admitted can share its blocks
+                self._register(request.slot, end)
         return end - start
 
     # ---- admission --------------------------------------------------------------------------------------------
@@ -225,10 +224,7 @@ class Scheduler:
                 passed.overtaken += 1
             self._start(request, *fits)
             assigned.append(request)
-            taken = self._chunk(request, budget, chunks, prompt_rows, requests)
-            budget -= taken
-            if taken and self.pool.enable_prefix_caching:  # now, so that the next one admitted can share them
-                self._register(request.slot, chunks[-1].end)
+            budget -= self._chunk(request, budget, chunks, prompt_rows, requests)
         if blocked and waiting and index >= min(len(waiting), MAX_PASSED_OVER):
             self._stuck_at = self._room
         return assigned
@@ -256,13 +252,16 @@ class Scheduler:
             pool.extend_hashes(request.hashes, request.root, request.tokens)
             if request.params.prompt_logprobs is None:  # those need the logits of every prompt token
                 hits = pool.lookup(request.hashes)
-        needed = -(-len(request.tokens) // pool.block_size) - len(hits)
-        return hits, needed + pool.count_unreferenced(hits) - self._room
+        lacking = -(-len(request.tokens) // pool.block_size) - self._room
+        if hits:
+            lacking += pool.count_unreferenced(hits) - len(hits)
+        return hits, lacking
 
     def _start(self, request: Request, hits: list[int], cached: int) -> None:
         table, pool = self.table, self.pool
         count = len(request.tokens)
-        pool.acquire(hits)
+        if hits:
+            pool.acquire(hits)
         blocks = hits + pool.allocate(-(-count // pool.block_size) - len(hits))
         slot = table.assign(request, blocks, cached, len(hits) << table.shift)
         request.prefill_end = count
@@ -281,10 +280,10 @@ class Scheduler:
             stops.update(self.eos_token_ids)
         table.stop_ids[slot] = -1
         self._many_stops.pop(slot, None)
-        if len(stops) <= STOP_IDS:
-            table.stop_ids[slot, : len(stops)] = sorted(stops)
-        else:
+        if len(stops) > STOP_IDS:
             self._many_stops[slot] = frozenset(stops)
+        elif stops:
+            table.stop_ids[slot, : len(stops)] = sorted(stops)
 
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=_key)
@@ -371,10 +370,10 @@ class Scheduler:
         if full <= first:
             return
         request = table.requests[slot]
-        pool.extend_hashes(request.hashes, request.root, table.tokens[slot, : full << table.shift])
-        blocks = table.blocks[slot]
-        for index in range(first, full):
-            pool.register(int(blocks[index]), request.hashes[index])
+        hashes = request.hashes
+        if len(hashes) < full:
+            pool.extend_hashes(hashes, request.root, table.tokens[slot, : full << table.shift])
+        pool.register(table.blocks[slot, first:full].tolist(), hashes[first:full])
         table.registered[slot] = full
 
 

@@ -20,15 +20,17 @@ card reads 4264). What was tried is in docs/kernels/attention.md.
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from zhilight.driver.compiler import Capability, Kernel
 from zhilight.driver.dtype import DType, bfloat16, float16
+from zhilight.driver.launcher import BoundLaunch
+from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels.attention_decode_kernel import MAX_SEQUENCES, attention_decode_kernel
-from zhilight.kernels.attention_prefill import HEAD_DIMS, check_arguments
+from zhilight.kernels.attention_prefill import HEAD_DIMS, check_addresses, check_layouts
 from zhilight.kernels.attention_tiles import LOG2_E
-from zhilight.kernels.runtime import Runtime
+from zhilight.kernels.runtime import STEP_PLANS, Runtime
 
 RING_BYTES = 144 << 10
 """Copies in flight an SM beyond which nothing is gained."""
@@ -38,6 +40,7 @@ FEW_PAIRS = 32
 """Below as many (sequence, kv head) pairs, one block of 8 warps an SM: half as many parts to add up as with two of 4."""
 
 
+@lru_cache(maxsize=1 << 10)
 def tiling(head_dim: int, group: int, pairs: int, shared_limit: int) -> tuple[int, int, int, int]:
     """(warps, stages, passes, blocks an SM) for a device with that much shared memory an SM (bytes)."""
     passes = next(p for p in (1, 2, 3, 4, 5, 6, 8) if head_dim % (8 * p) == 0 and group * head_dim <= 512 * p)
@@ -59,35 +62,55 @@ def attention_decode(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: An
     max_context_len: bound of context_lens for the life of a captured graph; the grid depends on it, not on the lengths.
     shape: a result of `tiling`, for measurements. Raises ShapeError.
     """
-    head_dim, block_size = check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
+    check_addresses(qkv, out)
+    parts = _plan(qkv.layout, kv_cache.layout, block_tables.layout, context_lens.layout, out.layout, num_sequences, num_heads,
+                  num_kv_heads, scale, max_context_len, window, soft_cap, overlap, shape, runtime.capability,
+                  runtime.multiprocessors)
+    for part in parts:
+        part.launch(runtime.stream, qkv.address + part.qkv, kv_cache.address, block_tables.address + part.block_tables,
+                    context_lens.address + part.context_lens, out.address + part.out, runtime.scratch(part.scratch_bytes),
+                    runtime.counters(part.counters))
+
+
+class Part(NamedTuple):
+    """The launch of up to MAX_SEQUENCES sequences: where its part of each array begins, in bytes, and what it needs."""
+
+    launch: BoundLaunch
+    qkv: int
+    block_tables: int
+    context_lens: int
+    out: int
+    scratch_bytes: int
+    counters: int
+
+
+@lru_cache(maxsize=STEP_PLANS)
+def _plan(qkv: Layout, kv_cache: Layout, block_tables: Layout, context_lens: Layout, out: Layout, num_sequences: int,
+          num_heads: int, num_kv_heads: int, scale: float, max_context_len: int, window: int | None, soft_cap: float | None,
+          overlap: bool, shape: tuple[int, int, int, int] | None, capability: Capability, multiprocessors: int) -> list[Part]:
+    """The launches for arrays of these layouts."""
+    head_dim, block_size = check_layouts(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
     if num_sequences > min(qkv.shape[0], out.shape[0], block_tables.shape[0], context_lens.shape[0]):
         raise ShapeError(f"num_sequences is {num_sequences}; qkv has {qkv.shape[0]} rows, out {out.shape[0]}, block_tables "
                          f"{block_tables.shape[0]}, context_lens {context_lens.shape[0]}.")
-    overlap = overlap and runtime.capability[0] >= 9
+    overlap = overlap and capability[0] >= 9
     group = num_heads // num_kv_heads
-    kernel, warps, blocks = _plan(runtime.capability, qkv.dtype, head_dim, block_size, group, window is not None,
-                                  soft_cap is not None, overlap, min(num_sequences, MAX_SEQUENCES) * num_kv_heads, shape)
+    warps, stages, passes, blocks = shape or tiling(head_dim, group, min(num_sequences, MAX_SEQUENCES) * num_kv_heads,
+                                                    SHARED_LIMITS.get(capability[:2], 100 << 10))
+    kernel = attention_decode_kernel(qkv.dtype, head_dim, block_size, group, window is not None, soft_cap is not None, overlap,
+                                     warps, stages, passes, blocks)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
+    parts = []
     for first in range(0, num_sequences, MAX_SEQUENCES):
         count = min(MAX_SEQUENCES, num_sequences - first)
         tiles = max(1, count * num_kv_heads * -(-max_context_len // (16 * warps)))
-        grid = min(runtime.multiprocessors * blocks, tiles, (1 << 32) // tiles - 1)   # block * tiles is 32 bits
-        parts = runtime.scratch(grid * 2 * (group * head_dim + 2 * group) * 4)
-        counters = runtime.counters(count * num_kv_heads)
-        kernel.launch(grid, qkv.address + first * qkv.strides[0] * 2, kv_cache.address,
-                      block_tables.address + first * block_tables.strides[0] * 4, context_lens.address + first * 4,
-                      out.address + first * out.strides[0] * 2, parts, counters, qkv.strides[0], out.strides[0],
-                      block_tables.strides[0], count, num_kv_heads, outer * LOG2_E, inner, window or 0,
-                      stream=runtime.stream, overlap=overlap)
-
-
-@lru_cache(maxsize=4096)
-def _plan(capability: Capability, dtype: DType, head_dim: int, block_size: int, group: int, windowed: bool, capped: bool,
-          overlap: bool, pairs: int, shape: tuple[int, int, int, int] | None) -> tuple[Kernel, int, int]:
-    """(kernel, warps of a block, blocks an SM)."""
-    warps, stages, passes, blocks = shape or tiling(head_dim, group, pairs, SHARED_LIMITS.get(capability[:2], 100 << 10))
-    return attention_decode_kernel(dtype, head_dim, block_size, group, windowed, capped, overlap, warps, stages,
-                                   passes, blocks), warps, blocks
+        grid = min(multiprocessors * blocks, tiles, (1 << 32) // tiles - 1)   # block * tiles is 32 bits
+        numbers = (qkv.strides[0], out.strides[0], block_tables.strides[0], count, num_kv_heads, outer * LOG2_E, inner,
+                   window or 0)
+        launch = BoundLaunch(kernel, grid, numbers, overlap)
+        parts.append(Part(launch, first * qkv.strides[0] * 2, first * block_tables.strides[0] * 4, first * 4,
+                          first * out.strides[0] * 2, grid * 2 * (group * head_dim + 2 * group) * 4, count * num_kv_heads))
+    return parts
 
 
 def catalogue() -> Iterator[Kernel]:

@@ -21,12 +21,13 @@ import numpy as np
 
 from zhilight.driver.compiler import Kernel
 from zhilight.driver.dtype import DType, bfloat16, float16, int32
+from zhilight.driver.launcher import BoundLaunch
 from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill_sm80 as sm80
 from zhilight.kernels import attention_prefill_sm90 as sm90
 from zhilight.kernels.attention_tiles import LOG2_E
-from zhilight.kernels.runtime import MapForm, Runtime, map_form
+from zhilight.kernels.runtime import PLANS, STEP_PLANS, MapForm, Runtime, map_form
 
 HEAD_DIMS = tuple(sm80.TILES)
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -62,46 +63,52 @@ def attention_prefill(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: A
                       out: Any, chunks: Chunks, num_heads: int, num_kv_heads: int, scale: float, window: int | None = None,
                       soft_cap: float | None = None, overlap: bool = False) -> None:
     """Attention of the sequences that `chunks` names. Raises ShapeError."""
-    head_dim, block_size = check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
-    if context_lens.dtype is not int32 or query_start.dtype is not int32:
-        raise ShapeError(f"context_lens is {context_lens.dtype} and query_start {query_start.dtype}; both must be int32.")
     launch = launch_sm90 if runtime.capability[0] == 9 else launch_sm80
-    launch(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, chunks, num_heads, num_kv_heads, head_dim,
-           block_size, scale, window, soft_cap, overlap)
+    launch(runtime, qkv, kv_cache, block_tables, context_lens, query_start, out, chunks, num_heads, num_kv_heads, scale, window,
+           soft_cap, overlap)
 
 
 def launch_sm90(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
-                chunks: Chunks, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, scale: float,
-                window: int | None, soft_cap: float | None, overlap: bool,
-                tiling: tuple[int, int, int] | None = None) -> None:
+                chunks: Chunks, num_heads: int, num_kv_heads: int, scale: float, window: int | None = None,
+                soft_cap: float | None = None, overlap: bool = False, tiling: tuple[int, int, int] | None = None) -> None:
     """The wgmma kernel. tiling: an entry of attention_prefill_sm90.TILES, for measurements."""
+    check_addresses(qkv, out)
+    plan = _plan_sm90(qkv.layout, kv_cache.layout, block_tables.layout, context_lens.dtype, query_start.dtype, out.layout,
+                      chunks, num_heads, num_kv_heads, scale, window, soft_cap, overlap, tiling, runtime.multiprocessors)
+    if plan is not None:
+        launch, kv_form = plan
+        launch(runtime.stream, runtime.tensor_maps[kv_cache.address, kv_form], qkv.address, block_tables.address,
+               context_lens.address, query_start.address, out.address, runtime.counters(1))
+
+
+@lru_cache(maxsize=STEP_PLANS)
+def _plan_sm90(qkv: Layout, kv_cache: Layout, block_tables: Layout, context_dtype: DType, query_dtype: DType, out: Layout,
+               chunks: Chunks, num_heads: int, num_kv_heads: int, scale: float, window: int | None, soft_cap: float | None,
+               overlap: bool, tiling: tuple[int, int, int] | None, multiprocessors: int) -> tuple[BoundLaunch, MapForm] | None:
+    """The launch for arrays of these layouts, and the map of its cache as rows of one head's values of one token; None where
+    no sequence has a query."""
+    head_dim, block_size = check_layouts(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
+    _check_dtypes(context_dtype, query_dtype)
     tiling = tiling or sm90.TILES[head_dim]
     tickets = chunks.tiles(64 * tiling[0]) * num_heads
     if tickets == 0:
-        return
-    kernel, kv_form = _plan_sm90(kv_cache.shape, kv_cache.dtype, window is not None, soft_cap is not None, overlap, tiling)
-    kv_map = runtime.tensor_map(kv_cache.address, kv_form)
+        return None
+    kernel = sm90.prefill_sm90_kernel(kv_cache.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
+                                      *tiling)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
-    kernel.launch(min(runtime.multiprocessors, tickets), kv_map, qkv.address, block_tables.address, context_lens.address,
-                  query_start.address, out.address, runtime.counters(1), qkv.strides[0], out.strides[0],
-                  block_tables.strides[0], chunks.first, chunks.count, num_heads, num_kv_heads, tickets, outer * LOG2_E, inner,
-                  window or 0, stream=runtime.stream, overlap=overlap)
-
-
-@lru_cache(maxsize=4096)
-def _plan_sm90(cache_shape: tuple[int, ...], dtype: DType, windowed: bool, capped: bool, overlap: bool,
-               tiling: tuple[int, int, int]) -> tuple[Kernel, MapForm]:
-    """The kernel, and the map of its cache as rows of one head's values of one token."""
-    *rows, block_size, head_dim = cache_shape
-    return (sm90.prefill_sm90_kernel(dtype, head_dim, block_size, windowed, capped, overlap, *tiling),
-            map_form(dtype, (prod(rows) * block_size, head_dim), (2 * head_dim,), (min(block_size, tiling[1]), 64)))
+    numbers = (qkv.strides[0], out.strides[0], block_tables.strides[0], chunks.first, chunks.count, num_heads, num_kv_heads,
+               tickets, outer * LOG2_E, inner, window or 0)
+    launch = BoundLaunch(kernel, min(multiprocessors, tickets), numbers, overlap)
+    rows = prod(kv_cache.shape[:4])
+    return launch, map_form(kv_cache.dtype, (rows, head_dim), (2 * head_dim,), (min(block_size, tiling[1]), 64))
 
 
 def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
-                chunks: Chunks, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, scale: float,
-                window: int | None, soft_cap: float | None, overlap: bool,
-                tiling: tuple[int, int, int] | None = None) -> None:
+                chunks: Chunks, num_heads: int, num_kv_heads: int, scale: float, window: int | None = None,
+                soft_cap: float | None = None, overlap: bool = False, tiling: tuple[int, int, int] | None = None) -> None:
     """The mma.sync kernel, on any device. tiling: an entry of attention_prefill_sm80.TILES, for measurements."""
+    head_dim, block_size = check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
+    _check_dtypes(context_lens.dtype, query_start.dtype)
     tiling = tiling or sm80.TILES[head_dim]
     tiles = chunks.tiles(16 * tiling[0] * tiling[2])
     if tiles == 0:
@@ -119,19 +126,27 @@ def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, co
 def check_arguments(qkv: Any, kv_cache: Any, block_tables: Any, out: Any, num_heads: int, num_kv_heads: int,
                     window: int | None, soft_cap: float | None) -> tuple[int, int]:
     """(head size, block size) of the cache, after holding the arrays to the contract above. Raises ShapeError."""
-    sizes = _check_layouts((qkv.shape, qkv.strides, qkv.dtype), (kv_cache.shape, kv_cache.strides, kv_cache.dtype),
-                           (out.shape, out.strides, out.dtype), block_tables.strides[1], block_tables.dtype, num_heads,
-                           num_kv_heads, window, soft_cap)
+    check_addresses(qkv, out)
+    return check_layouts(qkv.layout, kv_cache.layout, block_tables.layout, out.layout, num_heads, num_kv_heads, window,
+                         soft_cap)
+
+
+def check_addresses(qkv: Any, out: Any) -> None:
+    """Raises ShapeError: what `check_layouts` cannot see."""
     if (qkv.address | out.address) % 16:
         raise ShapeError(f"qkv and out must start at a multiple of 16 bytes; they are at {qkv.address:#x} and "
                          f"{out.address:#x}.")
-    return sizes
 
 
-@lru_cache(maxsize=1 << 14)
-def _check_layouts(qkv: tuple, kv_cache: tuple, out: tuple, table_stride: int, table_dtype: DType, num_heads: int,
-                   num_kv_heads: int, window: int | None, soft_cap: float | None) -> tuple[int, int]:
-    qkv, kv_cache, out = Layout(*qkv), Layout(*kv_cache), Layout(*out)
+def _check_dtypes(context_dtype: DType, query_dtype: DType) -> None:
+    if context_dtype is not int32 or query_dtype is not int32:
+        raise ShapeError(f"context_lens is {context_dtype} and query_start {query_dtype}; both must be int32.")
+
+
+@lru_cache(maxsize=PLANS)
+def check_layouts(qkv: Layout, kv_cache: Layout, block_tables: Layout, out: Layout, num_heads: int, num_kv_heads: int,
+                  window: int | None, soft_cap: float | None) -> tuple[int, int]:
+    """(head size, block size) of the cache, after holding the layouts to the contract above. Raises ShapeError."""
     if len(kv_cache.shape) != 5 or kv_cache.shape[1] != 2 or kv_cache.shape[2] != num_kv_heads:
         raise ShapeError(f"kv_cache is {list(kv_cache.shape)}; expected [blocks, 2, {num_kv_heads}, block size, head size].")
     _, _, _, block_size, head_dim = kv_cache.shape
@@ -153,9 +168,9 @@ def _check_layouts(qkv: tuple, kv_cache: tuple, out: tuple, table_stride: int, t
                              "values.")
         if array.strides[0] % 8:
             raise ShapeError(f"{name} has rows {array.strides[0]} values apart; each must start at a multiple of 16 bytes.")
-    if table_dtype != int32 or table_stride != 1:
-        raise ShapeError(f"block_tables must be int32 with contiguous rows, got {table_dtype} with {table_stride} between "
-                         "neighbours of a row.")
+    if block_tables.dtype != int32 or block_tables.strides[1] != 1:
+        raise ShapeError(f"block_tables must be int32 with contiguous rows, got {block_tables.dtype} with "
+                         f"{block_tables.strides[1]} between neighbours of a row.")
     if window is not None and window < 1:
         raise ShapeError(f"window is {window}; it must be at least 1, or None.")
     if soft_cap is not None and soft_cap <= 0:

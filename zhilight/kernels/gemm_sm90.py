@@ -28,7 +28,7 @@ M = 8192 for seconds on end: 666 TFLOP/s, cuBLAS 672 to 677 (0.98 to 0.99).
 Bench: bench/kernels/gemm.py, gemm_sustained.py; all figures and what was tried: docs/kernels/gemm_sm90.md.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +37,7 @@ from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, TensorMap, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, float16, float32, int32, int64
+from zhilight.driver.launcher import BoundLaunch
 from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels import gemm_sm90_epilogue as epilogue
@@ -75,7 +76,7 @@ from zhilight.kernels.ptx import (
     wgmma_wait,
     zeros,
 )
-from zhilight.kernels.runtime import MapForm, map_form
+from zhilight.kernels.runtime import PLANS, map_form
 
 STEP = 64
 """K of a stage: 128 bytes a row, the widest swizzle."""
@@ -165,8 +166,8 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
 
     @kernel(threads=THREADS[resident], min_blocks=resident, shared=stages * stage_bytes + 8 * buffers * SLAB + BARRIERS,
             cluster=cluster, min_capability=(9, 0, "a"), max_registers=MAX_REGISTERS[resident])
-    def gemm(x: TensorMap, weight: TensorMap, out: TensorMap, bias_values: Pointer(dtype), scale: f32, m: i32, n: i32, k: i32,
-             positions: Pointer(int32), slots: Pointer(int64), cos_sin: Pointer(float32), kv_cache: Pointer(dtype)):
+    def gemm(x: TensorMap, weight: TensorMap, out: TensorMap, bias_values: Pointer(dtype), positions: Pointer(int32),
+             slots: Pointer(int64), cos_sin: Pointer(float32), kv_cache: Pointer(dtype), scale: f32, m: i32, n: i32, k: i32):
         base = shared_address(cuda.shared.array(0, types.uint8, 1024))
         staging = base + u32(stages * stage_bytes)
         full = staging + u32(8 * buffers * SLAB)
@@ -360,35 +361,43 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
     overlap: launch as a programmatic dependent of the kernel before. tile: instead of choose_tile's.
     Raises ShapeError for shapes, strides or types that the kernel does not take.
     """
-    found, grid, x_form, weight_form, out_form = _plan(
-        (x.shape, x.strides, x.dtype), (weight.shape, weight.strides, weight.dtype), (out.shape, out.strides, out.dtype),
-        None if bias is None else (bias.shape, bias.dtype), silu_mul, scale != 1.0, add, overlap, runtime.multiprocessors, tile)
-    (m, k), n, tensor_map = x.shape, weight.shape[0], runtime.tensor_map
-    if m:
-        found.launch(grid, tensor_map(x.address, x_form), tensor_map(weight.address, weight_form),
-                     tensor_map(out.address, out_form), 0 if bias is None else bias.address, scale, m, n, k,
-                     stream=runtime.stream, overlap=overlap)
+    queue = plan(x.layout, weight.layout, out.layout, None if bias is None else bias.layout, silu_mul, overlap, scale, tile,
+                 add, runtime.multiprocessors)
+    queue(runtime, x, weight, out, bias)
 
 
-@lru_cache(maxsize=1 << 14)
-def _plan(x: tuple, weight: tuple, out: tuple, bias: tuple | None, silu_mul: bool, scaled: bool, add: bool, overlap: bool,
-          multiprocessors: int, tile: Tile | None) -> tuple[Kernel, int, MapForm, MapForm, MapForm]:
-    """The kernel for arrays of these layouts, its grid, and the maps of x, weight and out."""
-    x, weight, out = Layout(*x), Layout(*weight), Layout(*out)
-    _check(x, weight, out, bias, silu_mul, scaled, add)
+@lru_cache(maxsize=PLANS)
+def plan(x: Layout, weight: Layout, out: Layout, bias: Layout | None, silu_mul: bool, overlap: bool, scale: float,
+         tile: Tile | None, add: bool, multiprocessors: int, heads: Heads | None = None) -> Callable[..., None]:
+    """What gemm_sm90 does for arrays of these layouts, as a function of (runtime, x, weight, out, bias).
+
+    With heads (gemm_sm90_rotary, whose `rotates` must hold), also of the addresses of positions, slot mapping, cosines and
+    sines, and the layer's cache.
+    """
+    _check(x, weight, out, bias, silu_mul, scale, add)
     (m, k), n, size = x.shape, weight.shape[0], x.dtype.itemsize
-    tile = tile or choose_tile(max(1, m), n, k, multiprocessors, silu_mul)
+    if not m:
+        return lambda *_: None
+    tile = tile or choose_tile(m, n, k, multiprocessors, silu_mul)
     pitch = epilogue.slab_bytes((tile.columns // 2 if silu_mul else tile.columns) // tile.split, out.dtype)
     rows = MAX_ROWS if m >= ROWS else m
-    return (gemm_sm90_kernel(tile, x.dtype, out.dtype, bias is not None, silu_mul, overlap, add),
-            tile.grid(m, n, multiprocessors),
-            map_form(x.dtype, (rows, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP)),
-            map_form(x.dtype, (n, k), (weight.strides[0] * size,), (tile.columns // tile.share_weight, STEP)),
-            map_form(out.dtype, (rows, out.shape[1]), (out.strides[0] * out.dtype.itemsize,),
-                     (epilogue.ROWS, pitch // out.dtype.itemsize), pitch))
+    found = gemm_sm90_kernel(tile, x.dtype, out.dtype, bias is not None, silu_mul, overlap, add, heads)
+    numbers = (scale, m, n, k) if heads else (0, 0, 0, 0, scale, m, n, k)
+    launch = BoundLaunch(found, tile.grid(m, n, multiprocessors), numbers, overlap)
+    x_form = map_form(x.dtype, (rows, k), (x.strides[0] * size,), (ROWS // tile.share_x, STEP))
+    weight_form = map_form(x.dtype, (n, k), (weight.strides[0] * size,), (tile.columns // tile.share_weight, STEP))
+    out_form = map_form(out.dtype, (rows, out.shape[1]), (out.strides[0] * out.dtype.itemsize,),
+                        (epilogue.ROWS, pitch // out.dtype.itemsize), pitch)
+
+    def queue(runtime: Any, x: Any, weight: Any, out: Any, bias: Any, *heads_addresses: int) -> None:
+        maps = runtime.tensor_maps
+        launch(runtime.stream, maps[x.address, x_form], maps[weight.address, weight_form], maps[out.address, out_form],
+               0 if bias is None else bias.address, *heads_addresses)
+
+    return queue
 
 
-def _check(x: Layout, weight: Layout, out: Layout, bias: tuple | None, silu_mul: bool, scaled: bool, add: bool) -> None:
+def _check(x: Layout, weight: Layout, out: Layout, bias: Layout | None, silu_mul: bool, scale: float, add: bool) -> None:
     if len(x.shape) != 2 or len(weight.shape) != 2:
         raise ShapeError(f"gemm_sm90: x is {x.shape} and weight {weight.shape}; they must be [M, K] and [N, K]")
     (m, k), (n, weight_k) = x.shape, weight.shape
@@ -398,7 +407,7 @@ def _check(x: Layout, weight: Layout, out: Layout, bias: tuple | None, silu_mul:
         problem = f"x and weight are {x.dtype} and {weight.dtype}; both must be bfloat16 or both float16"
     elif out.dtype != x.dtype and (out.dtype != float32 or silu_mul):
         problem = f"out is {out.dtype}; it must be {x.dtype}" + ("" if silu_mul else " or float32")
-    elif scaled and out.dtype != float32:
+    elif scale != 1.0 and out.dtype != float32:
         problem = f"scale is not 1; only a float32 out is scaled, out is {out.dtype}"
     elif add and (silu_mul or out.dtype == float32):
         problem = f"add is for plain outputs in x's type; out is {out.dtype}, silu_mul {silu_mul}"
@@ -412,8 +421,8 @@ def _check(x: Layout, weight: Layout, out: Layout, bias: tuple | None, silu_mul:
         problem = f"x has {m} rows; the limit is {MAX_ROWS}"
     elif x.strides[1] != 1 or weight.strides[1] != 1 or out.strides[1] != 1:
         problem = "x, weight and out need contiguous rows (stride 1 in the last dimension)"
-    elif bias is not None and bias != ((n,), x.dtype):
-        problem = f"bias is {list(bias[0])} {bias[1]}; it must be [{n}] {x.dtype}"
+    elif bias is not None and (bias.shape, bias.dtype) != ((n,), x.dtype):
+        problem = f"bias is {list(bias.shape)} {bias.dtype}; it must be [{n}] {x.dtype}"
     if problem:
         raise ShapeError(f"gemm_sm90: {problem}")
 
@@ -433,3 +442,6 @@ def catalogue() -> Iterator[Kernel]:
         yield gemm_sm90_kernel(tile, bfloat16, bfloat16, True, False, True)
     for tile in (wide, Tile(128, share_x=2, resident=2)):
         yield gemm_sm90_kernel(tile, bfloat16, float32, False, False, True)
+    for tile, bias, heads in ((wide, False, Heads(32, 8, 128, 64)), (Tile(256, 2), False, Heads(32, 8, 128, 64)),
+                              (Tile(128), True, Heads(28, 4, 128, 64)), (Tile(192), False, Heads(36, 36, 64, 16))):
+        yield gemm_sm90_kernel(tile, bfloat16, bfloat16, bias, False, True, False, heads)

@@ -1,10 +1,10 @@
-"""The epilogue of gemm_sm90 for q, k and v: rotary embedding and the write to the paged cache, before anything leaves the block.
+"""The epilogue of gemm_sm90 for q, k and v: rotary embedding and the write to the paged cache, while all is in registers.
 
     q heads  rotated, stored to out as any other product
     k heads  rotated, v heads as they are: to the cache alone (their columns of out are not written)
 
-The arrays and the rotation are those of kernels/rotary.py, for heads that rotate whole. A head's columns c and c + D / 2 are the
-same thread's accumulator values, so the rotation costs loads of cosines and sines and nothing else; it is of the float32
+The arrays and the rotation are those of kernels/rotary.py, for heads that rotate whole. A head's columns c and c + D / 2 are
+the same thread's accumulator values, so the rotation costs loads of cosines and sines and nothing else. It is of the float32
 sums, where the kernel of its own rotates what was rounded before. Rows of the cache lie anywhere, so k and v leave the
 staging slabs by 16-byte stores of ordinary kind, a row of 128 bytes by eight lanes.
 """
@@ -115,8 +115,8 @@ def store_heads(columns: int, head_dim: int, head_bytes: int, dtype: DType, buff
             base = emit.lane_address(staging, lane, 128, False)
             # chunk lane % 8 of row 4 i + lane / 8, for even and odd i
             chunks = [assemble(builder, "{ .reg .u32 r, c; shr.u32 r, $2, 3; " + f"add.u32 r, r, {4 * odd}; "
-                               "and.b32 c, $2, 7; xor.b32 c, c, r; shl.b32 c, c, 4; mad.lo.u32 $0, r, 128, c; add.u32 $0, $0, $1; }",
-                               [u32], [staging, lane], [u32, u32], memory=False) for odd in range(2)]
+                               "and.b32 c, $2, 7; xor.b32 c, c, r; shl.b32 c, c, 4; mad.lo.u32 $0, r, 128, c; "
+                               "add.u32 $0, $0, $1; }", [u32], [staging, lane], [u32, u32], memory=False) for odd in range(2)]
             for index in range(columns // 64):
                 head, inside = divmod(64 * index, head_dim)
                 pending = 0 if index == 0 and columns // 64 % buffers else buffers - 1

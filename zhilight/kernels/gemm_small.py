@@ -54,7 +54,7 @@ from zhilight.kernels.ptx import (
     u64,
     unpack,
 )
-from zhilight.kernels.runtime import Runtime
+from zhilight.kernels.runtime import PLANS, Runtime
 
 MAX_TOKENS = 32
 _TOKEN_STRIDE = 20
@@ -296,18 +296,16 @@ def plan(m: int, n: int, silu_mul: bool, multiprocessors: int, capability: Capab
 
 def check_arguments(name: str, x: Any, weight: Any, out: Any, bias: Any, silu_mul: bool) -> tuple[int, int, int]:
     """(M, N, K) of a dense GEMM, or ShapeError naming the argument. Shared by the GEMM kernels."""
-    sizes = _check_layouts(name, (x.shape, x.strides, x.dtype), (weight.shape, weight.strides, weight.dtype),
-                           (out.shape, out.strides, out.dtype), None if bias is None else (bias.shape, bias.dtype), silu_mul)
+    sizes = _check_layouts(name, x.layout, weight.layout, out.layout, None if bias is None else bias.layout, silu_mul)
     if (x.address | weight.address) % 16:
         raise ShapeError(f"{name}: x is at {x.address:#x} and weight at {weight.address:#x}; both must be at multiples of 16 "
                          "bytes")
     return sizes
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _check_layouts(name: str, x: tuple, weight: tuple, out: tuple, bias: tuple | None,
+@functools.lru_cache(maxsize=PLANS)
+def _check_layouts(name: str, x: Layout, weight: Layout, out: Layout, bias: Layout | None,
                    silu_mul: bool) -> tuple[int, int, int]:
-    x, weight, out = Layout(*x), Layout(*weight), Layout(*out)
     if x.dtype not in (bfloat16, float16) or weight.dtype != x.dtype:
         raise ShapeError(f"{name}: x is {x.dtype} and weight {weight.dtype}; both must be bfloat16, or both float16")
     if len(x.shape) != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
@@ -324,8 +322,8 @@ def _check_layouts(name: str, x: tuple, weight: tuple, out: tuple, bias: tuple |
         raise ShapeError(f"{name}: out is {out.shape} with strides {out.strides}; it must be {wanted} with unit inner stride")
     if out.dtype != x.dtype and out.dtype != float32:
         raise ShapeError(f"{name}: out is {out.dtype}; it must be {x.dtype} or float32")
-    if bias is not None and bias != ((n,), x.dtype):
-        raise ShapeError(f"{name}: bias is {bias[1]} {bias[0]}; it must be {x.dtype} {(n,)}")
+    if bias is not None and (bias.shape, bias.dtype) != ((n,), x.dtype):
+        raise ShapeError(f"{name}: bias is {bias.dtype} {bias.shape}; it must be {x.dtype} {(n,)}")
     return m, n, k
 
 

@@ -315,8 +315,8 @@ def gemm_swapped(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = No
     tokens = tokens_of(m)
     found = gemm_swapped_kernel(x.dtype, out.dtype, tokens, shape.rows, shape.split, shape.stages, bias is not None, silu_mul,
                                 overlap, shape.steps_a_stage)
-    x_map = runtime.tensor_map(x.address, map_form(x.dtype, (MAX_ROWS, k), (x.strides[0] * 2,), (tokens, STEP)))
-    weight_map = runtime.tensor_map(weight.address, map_form(x.dtype, (n, k), (k * 2,), (shape.rows, STEP)))
+    x_map = runtime.tensor_maps[x.address, map_form(x.dtype, (MAX_ROWS, k), (x.strides[0] * 2,), (tokens, STEP))]
+    weight_map = runtime.tensor_maps[weight.address, map_form(x.dtype, (n, k), (k * 2,), (shape.rows, STEP))]
     found.launch(-(-n // shape.rows) * shape.split, x_map, weight_map, (bias if bias is not None else weight).address,
                  out.address, m, n, k, out.strides[0], scale, stream=runtime.stream, overlap=overlap)
 

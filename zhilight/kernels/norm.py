@@ -23,6 +23,7 @@ from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, float16
+from zhilight.driver.launcher import BoundLaunch
 from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import (
@@ -38,7 +39,7 @@ from zhilight.kernels.ptx import (
     store_global_v4,
     u64,
 )
-from zhilight.kernels.runtime import Runtime
+from zhilight.kernels.runtime import PLANS, Runtime
 from zhilight.kernels.vector import WARP, block_sum, pack8, unpack8
 
 
@@ -102,40 +103,36 @@ def rms_norm_kernel(hidden: int, dtype: DType, add: bool, overlap: bool = False)
 
 def rms_norm(runtime: Runtime, x: Any, weight: Any, eps: float, out: Any, overlap: bool = False) -> None:
     """See the module. Raises ShapeError when shapes or dtypes disagree."""
-    found = _checked_kernel((x.shape, x.strides, x.dtype), weight.shape, weight.dtype, (out.shape, out.strides, out.dtype),
-                            None, overlap)
-    tokens = x.shape[0]
-    if tokens:
-        found.launch(tokens, x.address, 0, weight.address, out.address, x.strides[0], out.strides[0], eps, 1.0,
-                     stream=runtime.stream, overlap=overlap)
+    launch = _plan(x.layout, weight.layout, out.layout, None, eps, 1.0, overlap)
+    if launch is not None:
+        launch(runtime.stream, x.address, 0, weight.address, out.address)
 
 
 def add_rms_norm(runtime: Runtime, x: Any, residual: Any, weight: Any, eps: float, scale: float, out: Any,
                  overlap: bool = False) -> None:
     """See the module. Raises ShapeError when shapes or dtypes disagree."""
-    found = _checked_kernel((x.shape, x.strides, x.dtype), weight.shape, weight.dtype, (out.shape, out.strides, out.dtype),
-                            (residual.shape, residual.strides, residual.dtype), overlap)
-    tokens = x.shape[0]
-    if tokens:
-        found.launch(tokens, x.address, residual.address, weight.address, out.address, x.strides[0], out.strides[0], eps,
-                     scale, stream=runtime.stream, overlap=overlap)
+    launch = _plan(x.layout, weight.layout, out.layout, residual.layout, eps, scale, overlap)
+    if launch is not None:
+        launch(runtime.stream, x.address, residual.address, weight.address, out.address)
 
 
-@lru_cache(maxsize=1 << 14)
-def _checked_kernel(x: tuple, weight_shape: tuple[int, ...], weight_dtype: DType, out: tuple, residual: tuple | None,
-                    overlap: bool) -> Kernel:
-    """The kernel for arrays of these layouts."""
-    x, out = Layout(*x), Layout(*out)
-    hidden = x.shape[1]
+@lru_cache(maxsize=PLANS)
+def _plan(x: Layout, weight: Layout, out: Layout, residual: Layout | None, eps: float, scale: float,
+          overlap: bool) -> BoundLaunch | None:
+    """The launch for arrays of these layouts, of x, residual, weight and out; None where there are no rows."""
+    tokens, hidden = x.shape
     if hidden % 8 or x.strides[1] != 1 or x.strides[0] % 8:
         raise ShapeError(f"x is {x.shape} with strides {x.strides}; hidden and row stride must be multiples of 8")
-    if weight_shape != (hidden,) or weight_dtype != x.dtype:
-        raise ShapeError(f"weight is {weight_dtype} {weight_shape}; it must be {x.dtype} [{hidden}]")
+    if weight.shape != (hidden,) or weight.dtype != x.dtype:
+        raise ShapeError(f"weight is {weight.dtype} {weight.shape}; it must be {x.dtype} [{hidden}]")
     if out.shape != x.shape or out.dtype != x.dtype or out.strides[1] != 1:
         raise ShapeError(f"out is {out.dtype} {out.shape}; it must be {x.dtype} {x.shape}")
-    if residual is not None and Layout(*residual) != (x.shape, (hidden, 1), x.dtype):
-        raise ShapeError(f"residual is {residual[2]} {residual[0]}; it must be {x.dtype} {x.shape}, contiguous")
-    return rms_norm_kernel(hidden, x.dtype, residual is not None, overlap)
+    if residual is not None and (residual.shape, residual.strides, residual.dtype) != (x.shape, (hidden, 1), x.dtype):
+        raise ShapeError(f"residual is {residual.dtype} {residual.shape}; it must be {x.dtype} {x.shape}, contiguous")
+    if not tokens:
+        return None
+    found = rms_norm_kernel(hidden, x.dtype, residual is not None, overlap)
+    return BoundLaunch(found, tokens, (x.strides[0], out.strides[0], eps, scale), overlap)
 
 
 def catalogue() -> Iterator[Kernel]:

@@ -23,6 +23,7 @@ from numba.cuda import types
 
 from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
 from zhilight.driver.dtype import DType, bfloat16, float16, float32, int32, int64
+from zhilight.driver.launcher import BoundLaunch
 from zhilight.driver.tensor import Layout
 from zhilight.errors import ShapeError
 from zhilight.kernels.ptx import (
@@ -36,7 +37,7 @@ from zhilight.kernels.ptx import (
     store_global_v4,
     u64,
 )
-from zhilight.kernels.runtime import Runtime
+from zhilight.kernels.runtime import PLANS, Runtime
 from zhilight.kernels.vector import pack8, unpack8
 
 THREADS = 128
@@ -141,32 +142,41 @@ def rotary_kernel(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: 
 def rotary_and_cache(runtime: Runtime, qkv: Any, positions: Any, slot_mapping: Any, cos_sin: Any, kv_cache: Any, num_heads: int,
                      num_kv_heads: int, overlap: bool = False) -> None:
     """See the module. Raises ShapeError when shapes or dtypes disagree."""
-    found, grid = _plan((qkv.shape, qkv.strides, qkv.dtype), (positions.dtype, slot_mapping.dtype, cos_sin.dtype),
-                        cos_sin.shape[1], kv_cache.shape, kv_cache.dtype, num_heads, num_kv_heads, overlap)
-    if qkv.shape[0]:
-        found.launch(grid, qkv.address, positions.address, slot_mapping.address, cos_sin.address, kv_cache.address,
-                     qkv.strides[0], stream=runtime.stream, overlap=overlap)
+    launch = _plan(qkv.layout, (positions.dtype, slot_mapping.dtype), cos_sin.layout, kv_cache.layout, num_heads, num_kv_heads,
+                   overlap)
+    if launch is not None:
+        launch(runtime.stream, qkv.address, positions.address, slot_mapping.address, cos_sin.address, kv_cache.address)
 
 
-@lru_cache(maxsize=1 << 14)
-def _plan(qkv: tuple, dtypes: tuple[DType, DType, DType], rotary_dim: int, cache_shape: tuple[int, ...], cache_dtype: DType,
-          num_heads: int, num_kv_heads: int, overlap: bool) -> tuple[Kernel, tuple[int, int, int]]:
-    """The kernel for arrays of these layouts, and its grid. dtypes: of positions, slot_mapping and cos_sin."""
+@lru_cache(maxsize=PLANS)
+def _plan(qkv: Layout, index_dtypes: tuple[DType, DType], cos_sin: Layout, kv_cache: Layout, num_heads: int, num_kv_heads: int,
+          overlap: bool) -> BoundLaunch | None:
+    """The launch for arrays of these layouts; None where there are no tokens. index_dtypes: of positions and slot_mapping."""
+    check_arguments(qkv, index_dtypes, cos_sin, kv_cache, num_heads, num_kv_heads)
+    tokens = qkv.shape[0]
+    if not tokens:
+        return None
+    several = 4 if tokens >= MANY_TOKENS and num_heads % 4 == 0 else 1
+    found = rotary_kernel(num_heads, num_kv_heads, kv_cache.shape[4], cos_sin.shape[1], kv_cache.shape[3], qkv.dtype, overlap,
+                          several)
+    return BoundLaunch(found, (tokens, -(-found.items // THREADS), 1), (qkv.strides[0],), overlap)
+
+
+def check_arguments(qkv: Layout, index_dtypes: tuple[DType, DType], cos_sin: Layout, kv_cache: Layout, num_heads: int,
+                    num_kv_heads: int) -> None:
+    """Raises ShapeError when shapes or dtypes disagree. index_dtypes: of positions and slot_mapping."""
+    dtypes = (*index_dtypes, cos_sin.dtype)
     if dtypes != (int32, int64, float32):
         raise ShapeError(f"positions, slot_mapping and cos_sin are {dtypes}; they must be int32, int64 and float32")
-    qkv = Layout(*qkv)
-    tokens, width = qkv.shape
-    _, two, kv_heads, block_size, head_dim = cache_shape
-    if two != 2 or kv_heads != num_kv_heads or cache_dtype != qkv.dtype:
-        raise ShapeError(f"kv_cache is {cache_dtype} {cache_shape}; it must be {qkv.dtype} [B, 2, {num_kv_heads}, P, D]")
+    rotary_dim = cos_sin.shape[1]
+    _, two, kv_heads, _, head_dim = kv_cache.shape
+    if two != 2 or kv_heads != num_kv_heads or kv_cache.dtype != qkv.dtype:
+        raise ShapeError(f"kv_cache is {kv_cache.dtype} {kv_cache.shape}; it must be {qkv.dtype} [B, 2, {num_kv_heads}, P, D]")
     expected = (num_heads + 2 * num_kv_heads) * head_dim
-    if width != expected or qkv.strides[1] != 1 or qkv.strides[0] % 8:
+    if qkv.shape[1] != expected or qkv.strides[1] != 1 or qkv.strides[0] % 8:
         raise ShapeError(f"qkv is {qkv.shape}, strides {qkv.strides}; it must be [T, {expected}]")
     if rotary_dim % 16 or head_dim % 8 or rotary_dim > head_dim:
         raise ShapeError(f"cos_sin has {rotary_dim} columns for heads of {head_dim}; it must be a multiple of 16, at most that")
-    several = 4 if tokens >= MANY_TOKENS and num_heads % 4 == 0 else 1
-    found = rotary_kernel(num_heads, num_kv_heads, head_dim, rotary_dim, block_size, qkv.dtype, overlap, several)
-    return found, (tokens, -(-found.items // THREADS), 1)
 
 
 def catalogue() -> Iterator[Kernel]:

@@ -26,6 +26,11 @@ MAX_TENSOR_MAPS = 1 << 16
 TENSOR_MAP_BYTES = 128
 MAPS_AT_ONCE = 1 << 14
 """Tensor maps whose memory is taken from the driver together: 2 MiB."""
+PLANS = 1 << 12
+"""Launches that an operation keeps, by the layouts of its arrays and what else they depend on: those of the last thousands of
+different steps."""
+STEP_PLANS = 64
+"""The same, of operations whose launches hardly any two steps share; the layers of a step do."""
 COUNTERS = 1 << 16
 ZEROS_BYTES = 8 << 20
 
@@ -49,6 +54,18 @@ map_form = functools.cache(MapForm)
 """The MapForm of these arguments: one object for equal ones, so that it is a quick key."""
 
 
+class TensorMaps(dict[tuple[int, MapForm], int]):
+    """Device addresses of tensor maps, for the bulk copy engine, by (address of the array, form): made when first asked for."""
+
+    def __init__(self, make: Callable[[int, MapForm], int]):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: tuple[int, MapForm]) -> int:
+        made = self[key] = self._make(*key)
+        return made
+
+
 class Runtime:
     """See the module.
 
@@ -67,7 +84,7 @@ class Runtime:
         self._zeros = allocate(ZEROS_BYTES)
         self._zero(self._counters, COUNTERS)
         self._zero(self._zeros, ZEROS_BYTES // 4)
-        self._maps: dict[tuple[int, MapForm], int] = {}
+        self.tensor_maps = TensorMaps(self._make_map)
 
     def scratch(self, nbytes: int) -> int:
         """Address of `nbytes` of uninitialised memory, valid for the operation being queued."""
@@ -89,17 +106,10 @@ class Runtime:
                               "Lower max_num_seqs.")
         return self._zeros
 
-    def tensor_map(self, address: int, form: MapForm) -> int:
-        """Device address of the tensor map of an array, for the bulk copy engine; made once for equal arguments."""
-        found = self._maps.get((address, form))
-        if found is None:
-            found = self._maps[address, form] = self._make_map(address, form)
-        return found
-
     @property
     def num_tensor_maps(self) -> int:
         """Tensor maps made so far."""
-        return len(self._maps)
+        return len(self.tensor_maps)
 
     def _make_map(self, address: int, form: MapForm) -> int:
         from cuda.bindings import driver

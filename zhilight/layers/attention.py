@@ -29,8 +29,7 @@ class Attention(Module):
         at_ends: K and V of all tokens, but the result of step.logit_rows alone. out and add_to as in `Linear`.
         """
         ops, heads = self.ops, (self.num_heads, self.num_kv_heads)
-        qkv = self.qkv(hidden)
-        ops.rotary_and_cache(qkv, step, self.rotary.cos_sin.array, kv_cache, *heads)
+        qkv = self.qkv.to_heads(hidden, step, self.rotary.cos_sin.array, kv_cache, *heads)
         if at_ends:
             qkv = ops.gather_rows(qkv, step.logit_rows)
             context = ops.attention_at_ends(qkv, step, kv_cache, *heads, self.scale, self.window)

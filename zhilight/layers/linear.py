@@ -1,13 +1,13 @@
 """Linear layers over one or several stacked checkpoint tensors.
 
-A Linear owns its parameters and its forward pass: a quantised one is another class with the same three methods'
+A Linear owns its parameters and its forward pass: a quantised one is another class with the same methods'
 signatures, and a model does not see the difference.
 """
 
 from __future__ import annotations
 
 from zhilight.layers.module import Module, Parameter, Part, Shard
-from zhilight.ops.base import Array
+from zhilight.ops.base import Array, Step
 
 
 class Linear(Module):
@@ -36,6 +36,13 @@ class Linear(Module):
         if add_to is not None:
             return self.ops.linear_add(x, self.weight.array, add_to, bias, out=out)
         return self.ops.linear(x, self.weight.array, bias, out=out)
+
+
+    def to_heads(self, x: Array, step: Step, cos_sin: Array, kv_cache: Array, num_heads: int, num_kv_heads: int) -> Array:
+        """x [tokens, in_features] -> [tokens, q, k and v heads], of which q is rotated; k, rotated, and v are in kv_cache then
+        (`Ops.linear_to_heads`)."""
+        return self.ops.linear_to_heads(x, self.weight.array, self.bias.array if self.bias else None, step, cos_sin, kv_cache,
+                                        num_heads, num_kv_heads)
 
 
 class GatedLinear(Module):

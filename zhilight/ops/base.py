@@ -236,6 +236,14 @@ class Ops(ABC):
         i + rotary_dim / 2); values past rotary_dim are left alone. kv_cache [B, 2, Hkv, P, D].
         """
 
+    def linear_to_heads(self, x: Array, weight: Array, bias: Array | None, step: Step, cos_sin: Array, kv_cache: Array,
+                        num_heads: int, num_kv_heads: int) -> Array:
+        """qkv = x @ weight.T + bias and then `rotary_and_cache`, in one where the backend can. -> qkv [T, (Hq + 2 Hkv) * D], of
+        which q alone is to be read."""
+        qkv = self.linear(x, weight, bias)
+        self.rotary_and_cache(qkv, step, cos_sin, kv_cache, num_heads, num_kv_heads)
+        return qkv
+
     @abstractmethod
     def attention(self, qkv: Array, step: Step, kv_cache: Array, num_heads: int, num_kv_heads: int, scale: float,
                   window: int | None = None, soft_cap: float | None = None, out: Array | None = None) -> Array:

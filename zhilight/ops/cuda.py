@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from math import prod
 
 import numpy as np
@@ -24,7 +24,7 @@ from zhilight.errors import ConfigError, DeviceError, ShapeError
 from zhilight.kernels import activation, embedding, logprobs, norm, rotary, sampling
 from zhilight.kernels.attention_decode import attention_decode
 from zhilight.kernels.attention_prefill import Chunks, attention_prefill
-from zhilight.kernels.gemm import adds_as_it_stores, gemm
+from zhilight.kernels.gemm import adds_as_it_stores, gemm, heads_plan
 from zhilight.kernels.runtime import Runtime
 from zhilight.ops.base import Fetch, Ops, SampleResult, SamplingBatch, Step, StepArrays
 from zhilight.ops.staging import Fetcher, Staging
@@ -126,8 +126,7 @@ class CudaOps(Ops):
     def empty(self, shape: tuple[int, ...], dtype: DType | None = None) -> Tensor:
         """Takes more rows than asked for, up to an eighth or 63: similar steps then meet the same addresses, so that there
         are few tensor maps however many different steps a server runs."""
-        dtype = dtype or self.dtype
-        return self.pool.workspace(shape, dtype, 1024, _workspace_bytes(shape, dtype))
+        return self.pool.workspace(shape, dtype or self.dtype, 1024, _workspace_bytes)
 
     def scope(self) -> AbstractContextManager[None]:
         return self.pool.scope()
@@ -202,6 +201,20 @@ class CudaOps(Ops):
                          num_kv_heads: int) -> None:
         rotary.rotary_and_cache(self.runtime, qkv, step.positions, step.slot_mapping, cos_sin, kv_cache, num_heads,
                                 num_kv_heads, self.overlap)
+
+    def linear_to_heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, step: CudaStep, cos_sin: Tensor, kv_cache: Tensor,
+                        num_heads: int, num_kv_heads: int) -> Tensor:
+        qkv, runtime = self.empty((x.shape[0], weight.shape[0])), self.runtime
+        queue = heads_plan(x.layout, weight.layout, qkv.layout, None if bias is None else bias.layout,
+                           (step.positions.dtype, step.slot_mapping.dtype), cos_sin.layout, kv_cache.layout, num_heads,
+                           num_kv_heads, self.overlap, runtime.capability, runtime.multiprocessors)
+        if queue is None:
+            self.linear(x, weight, bias, qkv)
+            self.rotary_and_cache(qkv, step, cos_sin, kv_cache, num_heads, num_kv_heads)
+        else:
+            queue(runtime, x, weight, qkv, bias, step.positions.address, step.slot_mapping.address, cos_sin.address,
+                  kv_cache.address)
+        return qkv
 
     def attention(self, qkv: Tensor, step: CudaStep, kv_cache: Tensor, num_heads: int, num_kv_heads: int, scale: float,
                   window: int | None = None, soft_cap: float | None = None, out: Tensor | None = None) -> Tensor:
@@ -320,7 +333,6 @@ class PackedStep:
         )
 
 
-@lru_cache(maxsize=1 << 14)
 def _workspace_bytes(shape: tuple[int, ...], dtype: DType) -> int:
     """What `empty` takes for a tensor: its rows are rounded up by an eighth, or 63, at most."""
     rows = shape[0]
