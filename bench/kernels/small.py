@@ -54,7 +54,7 @@ def rotations(bench: Bench, records: list[Record]) -> None:
     kv_heads, head_dim, block = 8, 128, 64
     angles = torch.rand(8192, head_dim // 2, device="cuda")
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    for tokens, heads in ((1, 32), (256, 32), (8192, 32), (8192, 64)):
+    for tokens, heads in ((1, 32), (256, 32), (8192, 32), (16384, 32), (8192, 64)):
         width = (heads + 2 * kv_heads) * head_dim
         nbytes = 2 * tokens * width * 2
         sets = []
