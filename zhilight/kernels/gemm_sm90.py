@@ -86,6 +86,9 @@ THREADS = {1: 384, 2: 288}
 MAX_REGISTERS = {1: 168, 2: 112}
 MAX_ROWS = 1 << 20
 
+Queue = Callable[[Any, Any, Any, Any, Any], None]
+"""Queues a GEMM of known layouts: a function of (runtime, x, weight, out, bias)."""
+
 
 def slabs_of(tile: Tile) -> int:
     """Slabs of a warp in the epilogue. With two blocks on a multiprocessor the other block fills the wait for one."""
@@ -331,8 +334,8 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
 
 @lru_cache(maxsize=PLANS)
 def plan(x: Layout, weight: Layout, out: Layout, bias: Layout | None, silu_mul: bool, overlap: bool, scale: float,
-         tile: Tile | None, add: bool, multiprocessors: int) -> Callable[[Any, Any, Any, Any, Any], None]:
-    """What gemm_sm90 does for arrays of these layouts, as a function of (runtime, x, weight, out, bias)."""
+         tile: Tile | None, add: bool, multiprocessors: int) -> Queue:
+    """What gemm_sm90 does for arrays of these layouts."""
     _check(x, weight, out, bias, silu_mul, scale, add)
     (m, k), n, size = x.shape, weight.shape[0], x.dtype.itemsize
     if not m:
