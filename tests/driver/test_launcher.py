@@ -27,11 +27,13 @@ class Calls(list):
     """What cuLaunchKernelEx was called with: (grid, block, shared bytes, stream, number of attributes, arguments) each time."""
 
     def function(self) -> object:
-        """A C function in its place."""
+        """A C function in its place, without argtypes as the driver's is."""
         pointer = ctypes.c_void_p
-        return ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self.note)
+        self.callback = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(self.note)
+        return ctypes.PYFUNCTYPE(ctypes.c_int)(ctypes.cast(self.callback, pointer).value)
 
     def note(self, config: int, function: int | None, parameters: int, extra: None) -> int:
+        assert function == 0x1234567890 and extra is None
         words = struct.unpack("@7IPPI", ctypes.string_at(config, 52))
         addresses = (ctypes.c_void_p * 5).from_address(parameters)
         values = [struct.unpack("@" + code, ctypes.string_at(address, struct.calcsize(code)))[0]
@@ -48,7 +50,7 @@ def calls():
 @pytest.fixture
 def launch(calls):
     made = Launcher.__new__(Launcher)
-    made.kernel, made._function, made._launch = example, None, calls.function()
+    made.kernel, made._function, made._launch = example, ctypes.c_void_p(0x1234567890), calls.function()
     made._prepare_arguments()
     made._prepare_config()
     return made

@@ -88,9 +88,24 @@ def test_a_slot_taken_by_another_request_is_seen(world):
     table.release(slot)
     assert start(table, sampler, 2, SamplingParams(temperature=0)) == slot
     batch = sampler.batch(plan(table, [slot]))
-    assert batch.temperature.tolist() == [0.0]
     assert batch.all_greedy
     assert batch.bias_rows is None
+
+
+def test_a_greedy_step_copies_nothing(world):
+    """Its kernels read neither temperatures nor seeds. The first step with a draw brings all of them."""
+    table, ops = world
+    sampler = Sampler(ops, table, VOCAB)
+    greedy = [start(table, sampler, h, SamplingParams(temperature=0, seed=h)) for h in (1, 2)]
+    for _ in range(2):
+        batch = sampler.batch(plan(table, greedy))
+        assert batch.all_greedy and batch.temperature.shape == batch.positions.shape == (2,)
+    assert not ops.uploads
+    drawn = start(table, sampler, 3, SamplingParams(temperature=0.5, top_k=4, seed=3))
+    batch = sampler.batch(plan(table, [*greedy, drawn]))
+    assert batch.temperature.tolist() == [0.0, 0.0, 0.5] and batch.seeds.tolist() == [1, 2, 3]
+    assert batch.top_k.tolist() == [VOCAB, VOCAB, 4] and batch.positions.tolist() == [3, 3, 3]
+    assert not batch.all_greedy
 
 
 def test_penalty_state_is_loaded_for_those_that_need_it(world):

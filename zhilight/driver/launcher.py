@@ -94,12 +94,13 @@ class Launcher:
             self._offsets.append(offset)
             offset += size
         self._table = (offset + 7) // 8 * 8
+        self._memory_type = ctypes.c_char * (self._table + 8 * len(codes))
         self._pack_table = struct.Struct(f"@{len(codes)}P").pack_into
         self._memory, self._config, self._parameters = self.new_memory()
 
     def new_memory(self) -> tuple[ctypes.Array, Any, Any]:
         """A launch's memory, and what the driver is given: pointers to the configuration and to the arguments' addresses."""
-        memory = ctypes.create_string_buffer(self._table + 8 * len(self._offsets))
+        memory = self._memory_type()
         base = ctypes.addressof(memory)
         self._pack_table(memory, self._table, *[base + offset for offset in self._offsets])
         return memory, ctypes.byref(memory), ctypes.byref(memory, self._table)

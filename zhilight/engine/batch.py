@@ -7,6 +7,7 @@ sequences costs a dozen array operations and no Python work a sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,7 @@ STOP_IDS = 8
 """Stop tokens of a sequence that are compared as an array; a request with more of them is looked up in a set."""
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Prompt tokens start .. end - 1 of the sequence in `slot`; `samples` when they end what it must compute first."""
 
     slot: int

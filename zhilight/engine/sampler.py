@@ -171,10 +171,11 @@ class Sampler:
         same = slots is self._last_slots or (
             self._last_slots is not None and len(slots) == len(self._last_slots) and bool((slots == self._last_slots).all()))
         if same and self._last is not None:
-            return SamplingBatch(**{**vars(self._last), "positions": self._put("positions", plan.positions)})
+            positions = self._put("positions", plan.positions, read=not self._last.all_greedy)
+            return SamplingBatch(**{**vars(self._last), "positions": positions})
         special = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._special] if self._special else []
         values = self._gather(slots)
-        values["positions"] = self._put("positions", plan.positions)
+        values["positions"] = self._put("positions", plan.positions, read=not values["all_greedy"])
         values.update(self._biases(special, plan))
         values.update(self._masks(special, plan))
         batch = SamplingBatch(**values)
@@ -195,10 +196,11 @@ class Sampler:
 
     def _gather(self, slots: np.ndarray) -> dict:
         temperature = self._temperature[slots]
-        values = {"temperature": self._put("temperature", temperature), "top_k": self._put("top_k", self._top_k[slots]),
-                  "top_p": self._put("top_p", self._top_p[slots]), "min_p": self._put("min_p", self._min_p[slots]),
-                  "seeds": self._put("seeds", self._seeds[slots]), "all_greedy": not temperature.any(),
-                  "num_logprobs": int(self._num_logprobs[slots].max())}
+        greedy = not temperature.any()
+        values = {"temperature": temperature, "top_k": self._top_k[slots], "top_p": self._top_p[slots],
+                  "min_p": self._min_p[slots], "seeds": self._seeds[slots]}
+        values = {name: self._put(name, array, read=not greedy) for name, array in values.items()}
+        values.update(all_greedy=greedy, num_logprobs=int(self._num_logprobs[slots].max()))
         if self._penalised[slots].any():
             values.update(slots=self._put("slots", slots.astype(np.int32)),
                           repetition=self._put("repetition", self._repetition[slots]),
@@ -262,8 +264,11 @@ class Sampler:
         """Whether the row's request still holds its slot; what a dead row samples is dropped."""
         return self._table.epoch[plan.sample_slots[row]] == plan.epochs[row]
 
-    def _put(self, name: str, values: np.ndarray) -> Array:
-        """`values` on the device, in a buffer of its name that only grows; nothing is copied when they are there already."""
+    def _put(self, name: str, values: np.ndarray, read: bool = True) -> Array:
+        """`values` on the device, in a buffer of its name that only grows; nothing is copied when they are there already.
+
+        read=False: no kernel of the step reads them, so there is only the buffer, holding what it held.
+        """
         if self._ops.name == "cpu":
             return values
         buffer = self._buffers.get(name)
@@ -272,7 +277,7 @@ class Sampler:
             capacity = max(len(self._table.requests), 1 << (count - 1).bit_length())
             buffer = self._buffers[name] = self._ops.parameter((capacity, *values.shape[1:]), dtypes.from_numpy(values.dtype))
             self._uploaded.pop(name, None)
-        if self._uploaded.get(name) is not values:
+        if read and self._uploaded.get(name) is not values:
             self._ops.upload(buffer[:count], values)
             self._uploaded[name] = values
         return buffer[:count]

@@ -11,7 +11,6 @@ a rule cuts the shape by M, N, K and the number of multiprocessors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -50,9 +49,8 @@ def adds_as_it_stores(m: int, capability: Capability) -> bool:
 @lru_cache(maxsize=PLANS)
 def heads_plan(x: Layout, weight: Layout, qkv: Layout, bias: Layout | None, index_dtypes: tuple[DType, DType], cos_sin: Layout,
                kv_cache: Layout, num_heads: int, num_kv_heads: int, overlap: bool, capability: Capability,
-               multiprocessors: int) -> Callable[..., None] | None:
-    """The product that rotates q and k and writes k and v to the cache as it stores (gemm_sm90_rotary), as a function of
-    (runtime, x, weight, qkv, bias, addresses of positions, slot mapping, cos_sin and kv_cache).
+               multiprocessors: int) -> gemm_sm90.Queue | None:
+    """The product that rotates q and k and writes k and v to the cache as it stores (gemm_sm90_rotary).
 
     None where no kernel does both: then it takes `gemm` and `rotary_and_cache`, whose arguments these are. With few rows the
     second kernel waits more than it works, and the first is chosen by other things. Raises ShapeError.
@@ -85,8 +83,8 @@ def gemm(runtime: Runtime, x: Any, weight: Any, out: Any, bias: Any = None, silu
 
 @lru_cache(maxsize=PLANS)
 def _plan(x: Layout, weight: Layout, out: Layout, bias: Layout | None, silu_mul: bool, scale: float, overlap: bool, add: bool,
-          out_aligned: bool, capability: Capability, multiprocessors: int) -> Callable[[Any, Any, Any, Any, Any], None]:
-    """What `gemm` does for arrays of these layouts, as a function of (runtime, x, weight, out, bias)."""
+          out_aligned: bool, capability: Capability, multiprocessors: int) -> gemm_sm90.Queue:
+    """What `gemm` does for arrays of these layouts. out_aligned: out begins at a multiple of 16 bytes."""
     m, wide = x.shape[0], out.dtype is float32
     kernel = choose_kernel(m, weight.shape[0], capability, silu_mul=silu_mul, wide=wide,
                            aligned=out_aligned and not out.strides[0] % (4 if wide else 8))

@@ -90,6 +90,10 @@ THREADS = {1: 384, 2: 288}
 MAX_REGISTERS = {1: 168, 2: 112}
 MAX_ROWS = 1 << 20
 
+Queue = Callable[..., None]
+"""Queues a GEMM of known layouts: a function of (runtime, x, weight, out, bias); with heads, also of the addresses of
+positions, slot mapping, cosines and sines, and the layer's cache."""
+
 
 def slabs_of(tile: Tile) -> int:
     """Slabs of a warp in the epilogue. With two blocks on a multiprocessor the other block fills the wait for one."""
@@ -368,17 +372,15 @@ def gemm_sm90(runtime: Any, x: Any, weight: Any, out: Any, bias: Any = None, sil
 
 @lru_cache(maxsize=PLANS)
 def plan(x: Layout, weight: Layout, out: Layout, bias: Layout | None, silu_mul: bool, overlap: bool, scale: float,
-         tile: Tile | None, add: bool, multiprocessors: int, heads: Heads | None = None) -> Callable[..., None]:
-    """What gemm_sm90 does for arrays of these layouts, as a function of (runtime, x, weight, out, bias).
-
-    With heads (gemm_sm90_rotary, whose `rotates` must hold), also of the addresses of positions, slot mapping, cosines and
-    sines, and the layer's cache.
-    """
+         tile: Tile | None, add: bool, multiprocessors: int, heads: Heads | None = None) -> Queue:
+    """What gemm_sm90 does for arrays of these layouts. heads: see gemm_sm90_rotary; only for whole tiles."""
     _check(x, weight, out, bias, silu_mul, scale, add)
     (m, k), n, size = x.shape, weight.shape[0], x.dtype.itemsize
     if not m:
         return lambda *_: None
     tile = tile or choose_tile(m, n, k, multiprocessors, silu_mul)
+    if heads and (m < ROWS or n % tile.columns or tile.split > 1 or not rotary.rotates(heads, heads.head_dim, tile.columns)):
+        raise ShapeError(f"gemm_sm90: tile {tile.label} cuts {m} x {n} into no whole tiles of heads of {heads.head_dim}")
     pitch = epilogue.slab_bytes((tile.columns // 2 if silu_mul else tile.columns) // tile.split, out.dtype)
     rows = MAX_ROWS if m >= ROWS else m
     found = gemm_sm90_kernel(tile, x.dtype, out.dtype, bias is not None, silu_mul, overlap, add, heads)
@@ -389,10 +391,10 @@ def plan(x: Layout, weight: Layout, out: Layout, bias: Layout | None, silu_mul: 
     out_form = map_form(out.dtype, (rows, out.shape[1]), (out.strides[0] * out.dtype.itemsize,),
                         (epilogue.ROWS, pitch // out.dtype.itemsize), pitch)
 
-    def queue(runtime: Any, x: Any, weight: Any, out: Any, bias: Any, *heads_addresses: int) -> None:
+    def queue(runtime: Any, x: Any, weight: Any, out: Any, bias: Any, *for_heads: int) -> None:
         maps = runtime.tensor_maps
         launch(runtime.stream, maps[x.address, x_form], maps[weight.address, weight_form], maps[out.address, out_form],
-               0 if bias is None else bias.address, *heads_addresses)
+               0 if bias is None else bias.address, *for_heads)
 
     return queue
 

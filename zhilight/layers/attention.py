@@ -28,11 +28,11 @@ class Attention(Module):
 
         at_ends: K and V of all tokens, but the result of step.logit_rows alone. out and add_to as in `Linear`.
         """
-        ops, heads = self.ops, (self.num_heads, self.num_kv_heads)
-        qkv = self.qkv.to_heads(hidden, step, self.rotary.cos_sin.array, kv_cache, *heads)
+        ops, heads, kv_heads = self.ops, self.num_heads, self.num_kv_heads
+        qkv = self.qkv.to_heads(hidden, step, self.rotary.cos_sin.array, kv_cache, heads, kv_heads)
         if at_ends:
             qkv = ops.gather_rows(qkv, step.logit_rows)
-            context = ops.attention_at_ends(qkv, step, kv_cache, *heads, self.scale, self.window)
+            context = ops.attention_at_ends(qkv, step, kv_cache, heads, kv_heads, self.scale, self.window)
         else:
-            context = ops.attention(qkv, step, kv_cache, *heads, self.scale, self.window)
+            context = ops.attention(qkv, step, kv_cache, heads, kv_heads, self.scale, self.window)
         return self.output(context, out, add_to)

@@ -81,7 +81,8 @@ class SamplingBatch:
                        (logit_bias, min_tokens, bad_words)
     allowed_mask     : [R, ceil(V / 32)] uint32; a 0 bit forbids the token (structured output, allowed_token_ids)
     num_logprobs     : top log-probabilities wanted beside the sampled token's, for the whole batch; -1 is none at all
-    all_greedy       : every row has temperature 0 (known on the host, so that the short path can be launched)
+    all_greedy       : every row has temperature 0 (known on the host, so that the short path can be launched, which reads none
+                       of temperature to positions: on a device they may then hold anything)
     """
 
     temperature: Array
