@@ -1,4 +1,4 @@
-"""Blocks of inline assembly for emulated kernels: their own text is run, one instruction after the other, as the PTX manual says.
+"""Blocks of inline assembly for emulated kernels: their own text is run, an instruction at a time, as the PTX manual says.
 
 Registers are a dict by name; one that is read before it is written is an error. Only what the attention kernels use is here.
 """
@@ -116,7 +116,7 @@ class Assembler:
         return run
 
     def _ldmatrix(self, targets: list[str], lane: str, offset: int, transposed: bool) -> Instruction:
-        """Lane l gives the address of row l % 8 of matrix l / 8; of each matrix it gets the pair l % 4 of row (column) l / 4."""
+        """Lane l gives the address of row l % 8 of matrix l / 8; it gets pair l % 4 of row (column) l / 4 of each."""
         def combine(rows: list[bytes]) -> list[list[U32]]:
             matrices = np.frombuffer(b"".join(rows), np.uint16).reshape(4, 8, 8)
             if transposed:

@@ -103,7 +103,7 @@ def interleave(main: list[str], side: list[str], first: int = 0) -> list[str]:
 def scores_lines(short: str, row_tiles: int, key_tiles: int, steps: range, stride: int, scores: list[str], q: str, k: str,
                  k_offset: int, start: list[str] | None = None, final: list[str] | None = None,
                  fenced: bool = False) -> list[str]:
-    """scores = start (or zeros) + Q K^T over `steps` of 16 columns; the last step writes `final`, which may be in use till then.
+    """scores = start (or zeros) + Q K^T over `steps` of 16 columns; the last writes `final`, which may be in use till then.
 
     Loads of K stand two groups of 16 keys before their use, those of Q one step.
     """
@@ -279,8 +279,8 @@ def copy_rows(count: int, shared_step: int, global_step: int):
     The address of the array is a kernel's parameter; it is added here, where it costs no register outside.
     """
     copies = "".join(f"cp.async.cg.shared.global [$0 + {i * shared_step}], [a + {i * global_step}], 16;" for i in range(count))
-    return ptx("{ .reg .u64 a, o; cvt.u64.u32 o, $4; mad.wide.u32 a, $2, $3, o; add.u64 a, a, $1;" + copies + "}", void, u32, u64,
-               u32, u32, u32)
+    return ptx("{ .reg .u64 a, o; cvt.u64.u32 o, $4; mad.wide.u32 a, $2, $3, o; add.u64 a, a, $1;" + copies + "}", void,
+               u32, u64, u32, u32, u32)
 
 
 load_element = ptx("{ .reg .u64 a; mul.wide.u32 a, $2, 4; add.u64 a, a, $1; ld.global.u32 $0, [a]; }", u32, u64, u32)

@@ -20,7 +20,14 @@ from numba.cuda import types as numba_types
 
 from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
 from zhilight.driver.dtype import DType, int32
-from zhilight.kernels.attention_fused_mma import copy_rows, load_element, maxima_product, pipelined_product, scores_product, softmax_values_product
+from zhilight.kernels.attention_fused_mma import (
+    copy_rows,
+    load_element,
+    maxima_product,
+    pipelined_product,
+    scores_product,
+    softmax_values_product,
+)
 from zhilight.kernels.attention_tiles import HIDDEN, LOWEST, cap_score, find_tile
 from zhilight.kernels.ptx import (
     FULL_WARP,
@@ -78,6 +85,7 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
         PAGE = min(P, BN)               # rows of a tile in one page
         SIMPLE = STEP <= PAGE           # then a thread's n-th row is in the same page as every thread's n-th
         COPIES = PAGE // STEP if SIMPLE else 1
+        assert BN % STEP == 0, f"{THREADS} threads, {width} for a row, do not come out even over {BN} keys"
         copy_page = copy_rows(COPIES, STEP * STRIDE, STEP * 2 * D)
 
         @cuda.jit(device=True)
@@ -197,18 +205,19 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
         first_tile = i32(0)
         if windowed:
             first_tile = i32(max(i32(0), position0 - window + i32(1)) // i32(BN))
-        value_bytes = u32(num_kv_heads) * u32(2 * P * D)
         block_bytes = u32(num_kv_heads) * u32(4 * P * D)
         cache, table = address(kv_cache), address(tables)
-        keys_from = u32(kv_head) * u32(2 * P * D)           # of this head, in a block of the cache
+        k_from = u32(kv_head) * u32(2 * P * D)           # of this head, in a block of the cache
+        v_from = u32(k_from + u32(num_kv_heads) * u32(2 * P * D))
         table_row = u32(sequence * table_stride)
         k_memory, v_memory = memory + u32(K_OFFSET), memory + u32(V_OFFSET)
 
         if context > i32(0):
-            load_any(k_memory, cache, keys_from, block_bytes, table, table_row, i32(tile * i32(BN)), context, tid)
-            load_any(v_memory, cache, keys_from + value_bytes, block_bytes, table, table_row, i32(tile * i32(BN)), context, tid)
+            last = i32(tile * i32(BN))
+            load_any(k_memory, cache, k_from, block_bytes, table, table_row, last, context, tid)
+            load_any(v_memory, cache, v_from, block_bytes, table, table_row, last, context, tid)
             if pipelined and tile > first_tile:
-                load_whole(k_memory + u32(STAGE), cache, keys_from, block_bytes, table, table_row, i32((tile - i32(1)) * i32(BN)), tid)
+                load_whole(k_memory + u32(STAGE), cache, k_from, block_bytes, table, table_row, i32(last - i32(BN)), tid)
         cp_async_commit()
 
         # lane addresses of ldmatrix: A fragments of Q; K rows (not transposed) and V rows (transposed)
@@ -248,14 +257,14 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
                 cuda.syncthreads()
             if stages == 1:
                 if not fresh:
-                    load_whole(v_memory, cache, keys_from + value_bytes, block_bytes, table, table_row, first_key, tid)
+                    load_whole(v_memory, cache, v_from, block_bytes, table, table_row, first_key, tid)
                 fresh = False
             elif tile > first_tile:
-                load_whole(v_memory + u32(STAGE) - stage, cache, keys_from + value_bytes, block_bytes, table, table_row, before, tid)
+                load_whole(v_memory + u32(STAGE) - stage, cache, v_from, block_bytes, table, table_row, before, tid)
                 if not pipelined:
-                    load_whole(k_memory + u32(STAGE) - stage, cache, keys_from, block_bytes, table, table_row, before, tid)
+                    load_whole(k_memory + u32(STAGE) - stage, cache, k_from, block_bytes, table, table_row, before, tid)
                 elif i32(tile - i32(1)) > first_tile:
-                    load_whole(k_memory + stage, cache, keys_from, block_bytes, table, table_row, i32(before - i32(BN)), tid)
+                    load_whole(k_memory + stage, cache, k_from, block_bytes, table, table_row, i32(before - i32(BN)), tid)
             cp_async_commit()
 
             if pipelined:
@@ -266,7 +275,7 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
                     wait_copies()
                     cuda.syncthreads()
                     if tile > first_tile:
-                        load_whole(k_memory, cache, keys_from, block_bytes, table, table_row, before, tid)
+                        load_whole(k_memory, cache, k_from, block_bytes, table, table_row, before, tid)
                     cp_async_commit()
                 cap_and_mask(s, first_key, warp_row, lane, cap_inner, window)
                 for m in range(MT):
