@@ -102,17 +102,17 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
                 cp_async_16_zfill(into + u32(i * STEP * STRIDE), source, size)
 
         @cuda.jit(device=True)
-        def load_whole(target, cache, offset, block_bytes, tables, table_row, first_key, tid):
+        def load_whole(target, cache, offset, block_bytes, tables, table_row, page, first_key, tid):
             row = i32(tid // i32(width))
             piece = i32((i32(start) + tid % i32(width)) * i32(16))
             if SIMPLE:
                 offset = u32(offset + (row + first_key % i32(P)) * i32(2 * D) + piece)
                 into = u32(target + row * i32(STRIDE) + piece)
-                for page in range(BN // PAGE):
-                    block = load_element(tables, table_row + u32(first_key // i32(P) + i32(page)))
-                    copy_page(into + u32(page * PAGE * STRIDE), cache, block, block_bytes, offset)
+                for i in range(BN // PAGE):
+                    block = page if P >= BN else load_element(tables, table_row + u32(first_key // i32(P) + i32(i)))
+                    copy_page(into + u32(i * PAGE * STRIDE), cache, block, block_bytes, offset)
             else:
-                load_any(target, cache, offset, block_bytes, tables, table_row, first_key, first_key + i32(BN), tid)
+                load_any(target, cache, offset, block_bytes, tables, table_row, first_key, i32(first_key + i32(BN)), tid)
 
         return load_any, load_whole
 
@@ -127,10 +127,15 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
             any_rest(target, cache, offset, block_bytes, tables, table_row, first_key, context, tid)
 
     @cuda.jit(device=True)
-    def load_whole(target, cache, offset, block_bytes, tables, table_row, first_key, tid):
-        whole_main(target, cache, offset, block_bytes, tables, table_row, first_key, tid)
+    def load_whole(target, cache, offset, block_bytes, tables, table_row, page, first_key, tid):
+        whole_main(target, cache, offset, block_bytes, tables, table_row, page, first_key, tid)
         if CHUNKS > MAIN:
-            whole_rest(target, cache, offset, block_bytes, tables, table_row, first_key, tid)
+            whole_rest(target, cache, offset, block_bytes, tables, table_row, page, first_key, tid)
+
+    @cuda.jit(device=True)
+    def page_of(tables, table_row, first_key):
+        """The block of a whole tile, read long before it is used; tiles of several blocks read theirs when they load."""
+        return load_element(tables, table_row + u32(max(first_key, i32(0)) // i32(P))) if P >= BN else u32(0)
 
     @cuda.jit(device=True)
     def cap_and_mask(s, first_key, warp_row, lane, cap_inner, window):
@@ -212,12 +217,18 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
         table_row = u32(sequence * table_stride)
         k_memory, v_memory = memory + u32(K_OFFSET), memory + u32(V_OFFSET)
 
+        page, farther = u32(0), u32(0)      # blocks of the tiles to load next
         if context > i32(0):
             last = i32(tile * i32(BN))
             load_any(k_memory, cache, k_from, block_bytes, table, table_row, last, context, tid)
             load_any(v_memory, cache, v_from, block_bytes, table, table_row, last, context, tid)
+            before = i32(last - i32(BN))
+            if stages > 1:
+                page = page_of(table, table_row, before)
+            if pipelined:
+                farther = page_of(table, table_row, i32(before - i32(BN)))
             if pipelined and tile > first_tile:
-                load_whole(k_memory + u32(STAGE), cache, k_from, block_bytes, table, table_row, i32(last - i32(BN)), tid)
+                load_whole(k_memory + u32(STAGE), cache, k_from, block_bytes, table, table_row, page, before, tid)
         cp_async_commit()
 
         # lane addresses of ldmatrix: A fragments of Q; K rows (not transposed) and V rows (transposed)
@@ -257,14 +268,20 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
                 cuda.syncthreads()
             if stages == 1:
                 if not fresh:
-                    load_whole(v_memory, cache, v_from, block_bytes, table, table_row, first_key, tid)
+                    load_whole(v_memory, cache, v_from, block_bytes, table, table_row, page, first_key, tid)
                 fresh = False
+                page = page_of(table, table_row, before)
             elif tile > first_tile:
-                load_whole(v_memory + u32(STAGE) - stage, cache, v_from, block_bytes, table, table_row, before, tid)
+                load_whole(v_memory + u32(STAGE) - stage, cache, v_from, block_bytes, table, table_row, page, before, tid)
+                beyond = i32(before - i32(BN))
                 if not pipelined:
-                    load_whole(k_memory + u32(STAGE) - stage, cache, k_from, block_bytes, table, table_row, before, tid)
-                elif i32(tile - i32(1)) > first_tile:
-                    load_whole(k_memory + stage, cache, k_from, block_bytes, table, table_row, i32(before - i32(BN)), tid)
+                    load_whole(k_memory + u32(STAGE) - stage, cache, k_from, block_bytes, table, table_row, page, before, tid)
+                    page = page_of(table, table_row, beyond)
+                else:
+                    if beyond >= first_tile * i32(BN):
+                        load_whole(k_memory + stage, cache, k_from, block_bytes, table, table_row, farther, beyond, tid)
+                    page = farther
+                    farther = page_of(table, table_row, i32(beyond - i32(BN)))
             cp_async_commit()
 
             if pipelined:
@@ -275,7 +292,7 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
                     wait_copies()
                     cuda.syncthreads()
                     if tile > first_tile:
-                        load_whole(k_memory, cache, k_from, block_bytes, table, table_row, before, tid)
+                        load_whole(k_memory, cache, k_from, block_bytes, table, table_row, page, before, tid)
                     cp_async_commit()
                 cap_and_mask(s, first_key, warp_row, lane, cap_inner, window)
                 for m in range(MT):
