@@ -14,12 +14,11 @@ BF16 = bfloat16.numpy
 
 
 @pytest.mark.parametrize("case", [
-    {"contexts": [150], "queries": [70], "tiling": (2, 64, 1)},
-    {"contexts": [97, 40], "queries": [33, 40], "tiling": (2, 64, 2, 2), "block_size": 16, "heads": 2},
-    {"contexts": [140], "queries": [50], "tiling": (2, 32, 1, 2, True), "block_size": 64},
-    {"contexts": [70, 33], "queries": [70, 1], "tiling": (2, 32, 2, 2, True), "block_size": 16, "window": 20, "cap": 5.0},
-    {"contexts": [64], "queries": [64], "tiling": (2, 32, 4, 2, True), "head_dim": 128, "block_size": 32},
-    {"contexts": [129], "queries": [40], "tiling": (2, 64, 4), "head_dim": 128, "window": 50},
+    {"contexts": [97, 40], "queries": [33, 40], "tiling": (2, 64, 2, 1), "block_size": 16, "heads": 2},
+    {"contexts": [150], "queries": [30], "tiling": (2, 64, 1, 2)},
+    {"contexts": [70, 33], "queries": [40, 1], "tiling": (2, 32, 2, 2, True), "block_size": 32, "window": 20, "cap": 5.0},
+    {"contexts": [129], "queries": [32], "tiling": (2, 64, 1, 1), "head_dim": 128, "block_size": 128, "window": 50},
+    {"contexts": [129], "queries": [32], "tiling": (2, 32, 1, 2, True), "head_dim": 128},
 ], ids=lambda case: "-".join(map(str, case["tiling"])))
 def test_against_numpy(monkeypatch, case):
     contexts, queries, tiling = case["contexts"], case["queries"], case["tiling"]

@@ -19,8 +19,8 @@ _KINDS = {"f": ir.FloatType(), "r": ir.IntType(32)}
 _SHORT = {"bfloat16": "bf16", "float16": "f16"}
 
 FENCE = "bar.warp.sync 0xffffffff;"
-"""Costs no instruction, but the assembler moves no load of shared memory over it: else it loads so far ahead that registers
-spill, or are moved about to make room for aligned groups of four."""
+"""Becomes a NOP, but the assembler moves no load of shared memory over it: else it loads so far ahead that registers spill, or
+are moved about to make room for aligned groups of four. Not where a warp may have diverged: there it becomes a call."""
 
 Parameter = tuple[str, int, str]
 """How an assembly uses an argument: "out", "inout" or "in" for an array, "value" for a number; its elements; "f" or "r"."""
@@ -197,7 +197,7 @@ def scores_product(dtype: DType, row_tiles: int, key_tiles: int, steps: int, str
     """
     parameters = (("out", row_tiles * key_tiles * 4, "f"), ("value", 1, "r"), ("value", 1, "r"))
     scores, (q,), (k,) = operands(parameters)
-    lines = scores_lines(_SHORT[dtype.name], row_tiles, key_tiles, range(steps), stride, scores, q, k, k_offset)
+    lines = scores_lines(_SHORT[dtype.name], row_tiles, key_tiles, range(steps), stride, scores, q, k, k_offset, fenced=True)
     return array_assembly("\n".join(["{", *lines, "}"]), parameters)
 
 

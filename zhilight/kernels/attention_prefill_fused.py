@@ -4,13 +4,14 @@
 
 The algorithm and the arrays are those of attention_prefill_sm80.py: a block owns BM queries of one head and walks the keys in
 tiles of BN, from the last tile down. What differs is the order within a tile (attention_fused_mma.py), and that little lives in
-registers over a tile: one shared address for K and V, one global address and one of the block table a thread; what only the end
-needs waits in the padding of the queries' rows.
+registers over a tile, so that 64 keys fit: addresses are made from 32-bit offsets where they are used, maxima are kept scaled,
+and what only the end needs waits in the padding of the queries' rows.
+
+Accumulators are rescaled only when a maximum has grown by more than 2^growth since they last were (0: by anything). Weights are
+then up to 2^growth, which costs no accuracy: float32 and 16-bit floats keep their relative precision, and the sums share it.
 
 stages 1: V(j) is loaded under Q K(j), K(j-1) under P V(j), two barriers a tile. stages 2: K and V of the tile after are loaded
-under the whole of a tile, one barrier. pipelined (2 stages): Q K of the tile after is computed under the softmax.
-lazy: accumulators are rescaled only when a row's maximum has grown by more than 2^8 since they were last: weights are up to 256
-then, which costs no accuracy, as float32 and bfloat16 keep their relative precision.
+under the whole of a tile, one barrier. pipelined (of 2 stages): Q K of the tile after is computed under the softmax.
 
 Grid: query tiles x heads, heads fastest. Shared memory: (BM + 2 stages BN) rows of 2 D + 16 bytes.
 """
@@ -51,16 +52,14 @@ from zhilight.kernels.ptx import (
     u64,
 )
 
-MAX_GROWTH = 8.0
-"""lazy: log2 of the largest weight."""
-
 
 @kernel_factory
 def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed: bool, capped: bool, overlap: bool,
                          row_tiles: int, keys: int, warps: int, stages: int = 1, pipelined: bool = False,
                          growth: int = 8) -> Kernel:
-    """head_dim, block_size, and whether there is a window and a cap, are constants. overlap: dependent launch (sm_90)."""
+    """As prefill_sm80_kernel, and what the head of this file says of stages, pipelined and growth."""
     D, P, BN, MT = head_dim, block_size, keys, row_tiles
+    assert stages == 2 or not pipelined
     THREADS = 32 * warps
     ROWS = 16 * MT                      # a warp's queries
     BM = ROWS * warps
@@ -76,6 +75,7 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
     multiply_values = softmax_values_product(dtype, MT, PT, DT, STRIDE, V_OFFSET)
     multiply_maxima = maxima_product(dtype, MT, NT, range(KT // 4), STRIDE, K_OFFSET)
     multiply_both = pipelined_product(dtype, MT, NT, range(KT // 4, KT), DT, STRIDE, K_OFFSET, V_OFFSET)
+    READS_AHEAD = P >= BN and not windowed      # a window's registers leave none for the block ids of tiles to come
     pack_pair = pack(dtype)
     wait_copies = cp_async_wait(0)
 
@@ -109,7 +109,7 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
                 offset = u32(offset + (row + first_key % i32(P)) * i32(2 * D) + piece)
                 into = u32(target + row * i32(STRIDE) + piece)
                 for i in range(BN // PAGE):
-                    block = page if P >= BN else load_element(tables, table_row + u32(first_key // i32(P) + i32(i)))
+                    block = page if READS_AHEAD else load_element(tables, table_row + u32(first_key // i32(P) + i32(i)))
                     copy_page(into + u32(i * PAGE * STRIDE), cache, block, block_bytes, offset)
             else:
                 load_any(target, cache, offset, block_bytes, tables, table_row, first_key, i32(first_key + i32(BN)), tid)
@@ -134,8 +134,8 @@ def prefill_fused_kernel(dtype: DType, head_dim: int, block_size: int, windowed:
 
     @cuda.jit(device=True)
     def page_of(tables, table_row, first_key):
-        """The block of a whole tile, read long before it is used; tiles of several blocks read theirs when they load."""
-        return load_element(tables, table_row + u32(max(first_key, i32(0)) // i32(P))) if P >= BN else u32(0)
+        """The block of a whole tile, read long before it is used; without READS_AHEAD it is read when the tile is loaded."""
+        return load_element(tables, table_row + u32(max(first_key, i32(0)) // i32(P))) if READS_AHEAD else u32(0)
 
     @cuda.jit(device=True)
     def cap_and_mask(s, first_key, warp_row, lane, cap_inner, window):
