@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from emulation_ptx import Assembler
 from emulation_threads import running
 from emulation_values import I32, I64, U16, U32, U64, Array, Local, Memory
 
@@ -26,6 +27,9 @@ def names(memory: Memory) -> dict[str, Any]:
     def shared() -> Memory:
         return running[0].block.shared
 
+    exp2 = _flushed(np.exp2)
+    assembler = Assembler(memory, multiply=_multiply, pack=_pack, collective=_collective, exp2=exp2, cp_async=_cp_async,
+                          shuffle=lambda value, bits: _shuffle("xor", value, lambda lane: lane ^ bits))
     found = {
         "cuda": _cuda(), "i32": I32, "i64": I64, "u16": U16, "u32": U32, "u64": U64, "f32": np.float32,
         "address": lambda pointer: U64(pointer.address), "shared_address": lambda array: U32(array.address),
@@ -35,7 +39,7 @@ def names(memory: Memory) -> dict[str, Any]:
         "pack": _pack, "unpack": lambda dtype: lambda bits: tuple(_floats(dtype, bits)),
         "float_of_bits": lambda bits: np.frombuffer(struct.pack("<I", bits), np.float32)[0],
         "bits_of_float": lambda value: U32(np.float32(value).view(np.uint32)),
-        "exp2_approx": _flushed(np.exp2), "log2_approx": _flushed(np.log2),
+        "exp2_approx": exp2, "log2_approx": _flushed(np.log2),
         "rsqrt_approx": _flushed(lambda v: 1 / np.sqrt(v)), "reciprocal_approx": _flushed(lambda v: 1 / v),
         "shuffle_xor_u64": lambda v, bits: _shuffle("xor u64", U64(v), lambda lane: lane ^ bits),
         "shuffle_up_u64": lambda v, delta: _shuffle("up u64", U64(v), lambda lane: lane - delta if lane >= delta else lane),
@@ -44,6 +48,8 @@ def names(memory: Memory) -> dict[str, Any]:
         "reduce_add_u32": lambda a, value: _atomic(memory, a, np.uint32, lambda v: U32(int(v) + value)),
         "fence_gpu": lambda: None, "grid_dependency_launch": lambda: None, "grid_dependency_wait": lambda: None,
     }
+    found |= {"array_assembly": assembler.array_assembly, "ptx": assembler.ptx,
+              "load_element": lambda array, index: found["load_global_b32"](U64(array) + 4 * U64(index))}
     for name, count, dtype in (("b16", 1, np.uint16), ("b32", 1, np.uint32), ("v2", 2, np.uint32), ("v4", 4, np.uint32),
                                ("f32", 1, np.float32), ("f32x2", 2, np.float32), ("f32x4", 4, np.float32)):
         for space, place in (("global", lambda: memory), ("shared", shared)):
@@ -191,11 +197,20 @@ def _cuda() -> Any:
         _full(mask)
         return _shuffle("up", value, lambda lane: lane - delta if lane >= delta else lane)
 
+    def lane_of(mask: int, value: Any, source: int) -> Any:
+        _full(mask)
+        return _shuffle("idx", value, lambda lane: int(source))
+
+    def ballot(mask: int, predicate: Any) -> Any:
+        _full(mask)
+        return _collective("vote.ballot", bool(predicate), lambda all_: [U32(sum(p << i for i, p in enumerate(all_)))] * 32)
+
     return SimpleNamespace(
         jit=lambda **options: lambda function: function,
         threadIdx=_Index(lambda: (running[0].number, 0, 0)), blockIdx=_Index(lambda: running[0].block.index),
         gridDim=_Index(lambda: running[0].block.grid),
         shared=SimpleNamespace(array=shared_array), local=SimpleNamespace(array=Local.make),
+        ballot_sync=ballot, ffs=lambda value: I32((int(value) & -int(value)).bit_length()), shfl_sync=lane_of,
         syncthreads=syncthreads, syncwarp=syncwarp, threadfence=lambda: None, shfl_xor_sync=xor, shfl_up_sync=up)
 
 

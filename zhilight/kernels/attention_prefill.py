@@ -12,7 +12,7 @@ Operations: 4 * D * Hq for each visible (query, key) pair; the bytes are far bel
 (attention_prefill_sm90.py), mma.sync elsewhere (attention_prefill_sm80.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -105,8 +105,9 @@ def _plan_sm90(qkv: Layout, kv_cache: Layout, block_tables: Layout, context_dtyp
 
 def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
                 chunks: Chunks, num_heads: int, num_kv_heads: int, scale: float, window: int | None = None,
-                soft_cap: float | None = None, overlap: bool = False, tiling: tuple[int, int, int] | None = None) -> None:
-    """The mma.sync kernel, on any device. tiling: an entry of attention_prefill_sm80.TILES, for measurements."""
+                soft_cap: float | None = None, overlap: bool = False, tiling: tuple | None = None,
+                factory: Callable[..., Kernel] = sm80.prefill_sm80_kernel) -> None:
+    """The mma.sync kernel, on any device. For measurements: an entry of TILES, or another factory and what it takes there."""
     head_dim, block_size = check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
     _check_dtypes(context_lens.dtype, query_start.dtype)
     tiling = tiling or sm80.TILES[head_dim]
@@ -114,8 +115,7 @@ def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, co
     if tiles == 0:
         return
     overlap = overlap and runtime.capability[0] >= 9
-    kernel = sm80.prefill_sm80_kernel(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
-                                      *tiling)
+    kernel = factory(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap, *tiling)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
     kernel.launch(tiles * num_heads, qkv.address, kv_cache.address, block_tables.address, context_lens.address,
                   query_start.address, out.address, qkv.strides[0], out.strides[0], block_tables.strides[0], chunks.first,
