@@ -162,11 +162,14 @@ def test_warm_up_leaves_the_rest_to_the_kv_cache(ops, model, monkeypatch):
     asked = []
     monkeypatch.setattr(Kernel, "is_cached", lambda self, capability: False)
     monkeypatch.setattr(warmup, "compile_all", lambda kernels, capability: asked.extend(kernels) or [])
+    loaded = set()
+    monkeypatch.setattr(Kernel, "load", lambda self: loaded.add(self))
     config = EngineConfig("any", max_num_seqs=16, max_num_batched_tokens=512)
     monkeypatch.setattr(type(ops.device), "synchronize", lambda self: None)
     available = warmup.warm_up(config, model.config, model, ops)
     assert 0 < available < ops.pool.free_bytes
     known = set(asked)
+    assert loaded == known
     ops.runtime.stream = LaunchRecorder()
     mapped = ops.pool.statistics()["workspace"].mapped
     rng = np.random.default_rng(4)

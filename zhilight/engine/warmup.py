@@ -52,7 +52,7 @@ def warm_up(config: EngineConfig, model_config: ModelConfig, model: Model, ops: 
 
 
 def _compile(steps: list[StepArrays], model: Model, ops: CudaOps, cache: list) -> None:
-    """Bring the kernels of these steps into the disk cache, on all cores."""
+    """Bring the kernels of these steps into the disk cache, on all cores, and load them."""
     start = time.monotonic()
     with _recording(ops) as kernels:
         for step in steps:
@@ -64,6 +64,8 @@ def _compile(steps: list[StepArrays], model: Model, ops: CudaOps, cache: list) -
         if failed:
             raise DeviceError(f"{len(failed)} of {len(missing)} kernels do not compile here. `zhilight doctor` shows the "
                               f"toolchain. The first, {failed[0].name}: {failed[0].error}")
+    for kernel in kernels:
+        kernel.load()  # a module that is loaded between steps waits until the device has nothing to do
     log.info("%d kernels ready, %d of them compiled now, in %.2f s", len(kernels), len(missing), time.monotonic() - start)
 
 
