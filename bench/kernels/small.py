@@ -48,6 +48,10 @@ def norms(bench: Bench, records: list[Record]) -> None:
                      for x, r, w, o in sets],
             "torch": [functools.partial(eager, *arrays) for arrays in sets]})
         report(records, "add_rms_norm", f"{tokens}x{hidden}", 4 * nbytes, times, "torch")
+        times = bench.compare({
+            "ours": [functools.partial(norm.rms_norm, bench.runtime, view(x), view(w), 1e-5, view(o)) for x, _, w, o in sets],
+            "torch": [functools.partial(torch.nn.functional.rms_norm, x, (hidden,), w, 1e-5) for x, _, w, o in sets]})
+        report(records, "rms_norm", f"{tokens}x{hidden}", 2 * nbytes, times, "torch")
 
 
 def rotations(bench: Bench, records: list[Record]) -> None:

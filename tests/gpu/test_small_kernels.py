@@ -37,7 +37,8 @@ def close(got, want, dtype):
 
 @pytest.mark.parametrize("overlap", OVERLAP)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("tokens,hidden", [(1, 576), (3, 4096), (257, 8), (5, 2304), (33, 3584), (7, 8192), (2, 16384)])
+@pytest.mark.parametrize("tokens,hidden", [(1, 576), (3, 4096), (257, 8), (5, 2304), (33, 3584), (7, 8192), (2, 16384),
+                                           (1030, 4096), (1024, 2304)])
 def test_norms(runtime, put, poisoned, stream, rng, tokens, hidden, dtype, overlap):
     if overlap and runtime.capability < (9, 0):
         pytest.skip("programmatic dependent launch needs capability 9.0")

@@ -56,7 +56,9 @@ def assert_same(got: np.ndarray, want: np.ndarray) -> None:
     (1, 8200, bfloat16),    # more vectors than a block has threads
 ], ids=str)
 @pytest.mark.parametrize("add", [False, True], ids=["alone", "add"])
-def test_norms(emulator, tokens, hidden, dtype, add):
+@pytest.mark.parametrize("many", [False, True], ids=["few rows", "many rows"])
+def test_norms(emulator, monkeypatch, tokens, hidden, dtype, add, many):
+    monkeypatch.setattr(norm, "MANY_ROWS", 1 if many else 1000)
     x, weight = rounded((tokens, hidden), dtype), rounded((hidden,), dtype)
     residual = rounded((tokens, hidden + 1), dtype, 2.0)[:, 1:].copy()
     given = emulator.tensor(padded(x, 8))[:, :hidden]

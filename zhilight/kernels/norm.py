@@ -42,11 +42,17 @@ from zhilight.kernels.ptx import (
 from zhilight.kernels.runtime import PLANS, Runtime
 from zhilight.kernels.vector import WARP, block_sum, pack8, unpack8
 
+MANY_ROWS = 1024
+"""From here on what counts is bytes under way on a multiprocessor, not a row's time."""
+MANY_ROWS_SPREAD = 4
+
 
 @kernel_factory
-def rms_norm_kernel(hidden: int, dtype: DType, add: bool, overlap: bool = False) -> Kernel:
+def rms_norm_kernel(hidden: int, dtype: DType, add: bool, overlap: bool = False, spread: int = 1) -> Kernel:
+    """spread: vectors of 8 values a thread at least. With more of them fewer warps meet for the sum and more rows are under way
+    on a multiprocessor; with one, a row is done soonest."""
     vectors = hidden // 8
-    threads = min(1024, -(-vectors // WARP) * WARP)
+    threads = min(1024, -(-vectors // (spread * WARP)) * WARP)
     per_thread = -(-vectors // threads)
     warps = threads // WARP
     inverse = 1.0 / hidden
@@ -60,6 +66,7 @@ def rms_norm_kernel(hidden: int, dtype: DType, add: bool, overlap: bool = False)
         sums = shared_address(cuda.shared.array(warps, types.float32))
         values = cuda.local.array((per_thread, 8), types.float32)
         gains = cuda.local.array((per_thread, 4), types.uint32)
+        loaded = cuda.local.array((per_thread, 8), types.uint32)
         from_x = address(x) + u64(row * x_stride) * u64(2)
         from_residual = address(residual) + u64(row * i64(hidden)) * u64(2)
         for i in range(per_thread):  # the weight depends on no earlier kernel
@@ -71,14 +78,24 @@ def rms_norm_kernel(hidden: int, dtype: DType, add: bool, overlap: bool = False)
         if overlap:
             grid_dependency_launch()
             grid_dependency_wait()
+        for i in range(per_thread):  # all loads before the first store, which the compiler may not move them over
+            vector = thread + i32(i * threads)
+            if vector < i32(vectors):
+                w = load_global_v4(from_x + u64(vector) * u64(16))
+                for j in range(4):
+                    loaded[i, j] = w[j]
+                if add:
+                    w = load_global_v4(from_residual + u64(vector) * u64(16))
+                    for j in range(4):
+                        loaded[i, 4 + j] = w[j]
         square = f32(0)
         for i in range(per_thread):
             vector = thread + i32(i * threads)
             if vector < i32(vectors):
                 offset = u64(vector) * u64(16)
-                v = expand(load_global_v4(from_x + offset))
+                v = expand((loaded[i, 0], loaded[i, 1], loaded[i, 2], loaded[i, 3]))
                 if add:
-                    r = expand(load_global_v4(from_residual + offset))
+                    r = expand((loaded[i, 4], loaded[i, 5], loaded[i, 6], loaded[i, 7]))
                     for j in range(8):
                         values[i, j] = r[j] + v[j] * scale
                     words = compress(values[i])
@@ -131,7 +148,8 @@ def _plan(x: Layout, weight: Layout, out: Layout, residual: Layout | None, eps: 
         raise ShapeError(f"residual is {residual.dtype} {residual.shape}; it must be {x.dtype} {x.shape}, contiguous")
     if not tokens:
         return None
-    found = rms_norm_kernel(hidden, x.dtype, residual is not None, overlap)
+    spread = MANY_ROWS_SPREAD if tokens >= MANY_ROWS and residual is None else 1
+    found = rms_norm_kernel(hidden, x.dtype, residual is not None, overlap, spread)
     return BoundLaunch(found, tokens, (x.strides[0], out.strides[0], eps, scale), overlap)
 
 
@@ -141,3 +159,5 @@ def catalogue() -> Iterator[Kernel]:
     yield rms_norm_kernel(3584, float16, False)
     yield rms_norm_kernel(4096, bfloat16, True, True)
     yield rms_norm_kernel(4096, bfloat16, False, True)
+    yield rms_norm_kernel(4096, bfloat16, False, True, MANY_ROWS_SPREAD)
+    yield rms_norm_kernel(2304, float16, False, True, MANY_ROWS_SPREAD)
