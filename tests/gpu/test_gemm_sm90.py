@@ -20,10 +20,9 @@ TILES = [Tile(columns, share) for columns in (64, 112, 160, 208, 256) for share 
 TILES += [Tile(columns, share_x=2) for columns in (64, 192)]
 TILES += [Tile(256, 2, band=4), Tile(256, 2, 2), Tile(112, 2, 4), Tile(128, 2, 1, 2),
           Tile(80, 1, 2, 2), Tile(96, 1, 1, 2), Tile(128, 1, 4, 2), Tile(128, 2, 2, 2)]
-TILES += [Tile(columns, resident=2) for columns in (48, 128)]
-TILES += [Tile(128, 2, resident=2), Tile(128, 1, 2, resident=2), Tile(64, split=2, resident=2)]
+TILES += [Tile(48), Tile(256, share_x=2)]
 TILES += [Tile(columns, split=2) for columns in (64, 112, 128)]
-EPILOGUE_TILES = [Tile(256), Tile(160, 2), Tile(128, 1, 2, 2), Tile(128, resident=2)]
+EPILOGUE_TILES = [Tile(256), Tile(160, 2), Tile(128, 1, 2, 2), Tile(256, share_x=2)]
 EPILOGUES = [
     {"bias": True}, {"silu_mul": True}, {"silu_mul": True, "bias": True}, {"out_dtype": torch.float32, "scale": 0.25},
     {"dtype": torch.float16}, {"dtype": torch.float16, "bias": True, "silu_mul": True},
@@ -144,7 +143,7 @@ def test_same_bits_again(runtime, tile):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("tile", [Tile(256), Tile(176), Tile(112, 2), Tile(224, 2), Tile(80, 1, 2, 2), Tile(128, resident=2)],
+@pytest.mark.parametrize("tile", [Tile(256), Tile(176), Tile(112, 2), Tile(224, 2), Tile(80, 1, 2, 2), Tile(256, 1, 2)],
                          ids=str)
 @pytest.mark.parametrize("m, n, k", [(1, 16, 64), (127, 272, 136), (128, 512, 256), (130, 1160, 520), (255, 1000, 520),
                                      (391, 1160, 1480), (1024, 4096, 1024)])

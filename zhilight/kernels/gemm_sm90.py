@@ -2,8 +2,9 @@
 
 x [M, K] and weight [N, K] bf16 or fp16, rows contiguous, rows of x may be strided; sums in float32. out [M, N] in x's type, or
 float32 times `scale` (logits). With silu_mul, out [M, N / 2] = silu(y[:, 0::2]) * y[:, 1::2]: gate and up rows lie
-interleaved in weight. With add, out += y: y and the sum are each rounded to out's type, as by an addition of its own. N and K
-are multiples of 8 (N of 16 with silu_mul), M is any number up to 2^20.
+interleaved in weight. With add, out += y: y and the sum are each rounded to out's type, as by an addition of its own. With
+heads, q leaves rotated, and k and v go to the paged cache (gemm_sm90_rotary). N and K are multiples of 8 (N of 16 with silu_mul),
+M is any number up to 2^20.
 
 A block computes tiles of 128 x tile_n: one producer thread feeds a ring of shared-memory stages (64 of K each) through the
 bulk tensor copy engine, two consumer warpgroups of 64 rows each issue wgmma, mbarriers hand the stages over. The grid is
@@ -23,8 +24,8 @@ overlap (programmatic dependent launch): the first stages' weights are fetched b
 
 Floor: 2 M N K operations at 989 TFLOP/s (798 is what cuBLAS reaches on a cool H200 at 8192^3), or the weights' bytes.
 Reached on one H200, 2026-12-01: M >= 512: 1.00 of cuBLAS's speed (geometric mean over 65 shapes of Llama-3 and Qwen2, 0.93 to
-1.14), both bound by the card's power at 615 to 767 TFLOP/s; M = 128 and 256: 0.96 (0.85 to 1.10). The layers of Llama-3-8B at
-M = 8192 for seconds on end: 666 TFLOP/s, cuBLAS 672 to 677 (0.98 to 0.99).
+1.14), both bound by the card's power at 615 to 767 TFLOP/s; M = 128: 1.01 (0.94 to 1.08), M = 256: 0.97 (0.91 to 1.06).
+The layers of Llama-3-8B at M = 8192 for seconds on end: 666 TFLOP/s, cuBLAS 672 to 677 (0.98 to 0.99).
 Bench: bench/kernels/gemm.py, gemm_sustained.py; all figures and what was tried: docs/kernels/gemm_sm90.md.
 """
 
@@ -81,13 +82,14 @@ from zhilight.kernels.runtime import PLANS, map_form
 STEP = 64
 """K of a stage: 128 bytes a row, the widest swizzle."""
 X_BYTES = ROWS * STEP * 2
-SLAB = epilogue.ROWS * 128
+STAGING = 8 * epilogue.SLABS * epilogue.SLAB_BYTES
+"""Shared memory of the epilogue, of all warps."""
 BARRIERS = 256
-SHARED_LIMIT = {1: 227 << 10, 2: (228 << 10) // 2 - 1024}
-"""Dynamic shared memory of a block, by the blocks that are to be resident on a multiprocessor."""
-THREADS = {1: 384, 2: 288}
-"""Two consumer warpgroups, and for the producer a warpgroup, so that setmaxnreg can take its registers, or a single warp."""
-MAX_REGISTERS = {1: 168, 2: 112}
+SHARED_LIMIT = 227 << 10
+"""Dynamic shared memory of a block."""
+THREADS = 384
+"""Two consumer warpgroups, and for the producer a warpgroup, so that setmaxnreg can take its registers."""
+MAX_REGISTERS = 168
 MAX_ROWS = 1 << 20
 
 Queue = Callable[..., None]
@@ -95,15 +97,9 @@ Queue = Callable[..., None]
 positions, slot mapping, cosines and sines, and the layer's cache."""
 
 
-def slabs_of(tile: Tile) -> int:
-    """Slabs of a warp in the epilogue. With two blocks on a multiprocessor the other block fills the wait for one."""
-    return 2 if tile.resident == 1 else 1
-
-
 def stages_that_fit(tile: Tile) -> int:
     """Stages of the ring beside the epilogue's staging, at most 8."""
-    free = SHARED_LIMIT[tile.resident] - 8 * slabs_of(tile) * SLAB - BARRIERS
-    return min(8, free // (X_BYTES + tile.columns * STEP * 2))
+    return min(8, (SHARED_LIMIT - STAGING - BARRIERS) // (X_BYTES + tile.columns * STEP * 2))
 
 
 @cuda.jit(device=True)
@@ -123,27 +119,27 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
     heads: rotate and write to the cache, see gemm_sm90_rotary; positions, slots, cos_sin and kv_cache are for this alone.
     """
     tile_n, share_w, share_x, split = tile.columns, tile.share_weight, tile.share_x, tile.split
-    band, resident = tile.band, tile.resident
+    band = tile.band
     share = share_w * share_x
     cluster = share * split
     peers = share_w + share_x - 1
-    stages, buffers = stages_that_fit(tile), slabs_of(tile)
+    stages = stages_that_fit(tile)
     x_rows, w_rows = ROWS // share_x, tile_n // share_w
     stage_bytes = X_BYTES + tile_n * STEP * 2
     x_part, w_part = x_rows * STEP * 2, w_rows * STEP * 2
     out_columns = (tile_n // 2 if silu_mul else tile_n) // split
     w_mask = (1 << share_w) - 1
-    if split > 2 or (split == 2 and epilogue.exchange_bytes(tile_n) > buffers * SLAB):
-        raise ShapeError(f"tile {tile.label}: K is split in 2 at most, in tiles of at most {buffers * SLAB // 32} columns")
+    if split > 2 or (split == 2 and 8 * epilogue.exchange_bytes(tile_n) > STAGING):
+        raise ShapeError(f"tile {tile.label}: K is split in 2 at most, in tiles of at most {STAGING // 256} columns")
     x_mask = sum(1 << (c * share_w) for c in range(share_x))
     descriptor = shared_tensor_descriptor(1024)
     multiply = wgmma_shared(tile_n, dtype)
     zero = zeros(tile_n)
     to_heads = heads is not None
-    store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, buffers, add)
+    store = epilogue.store_tile(tile_n // split, dtype, out_dtype, bias, silu_mul, add)
     if to_heads:
         Q, QK, D, P = heads.num_heads, heads.num_heads + heads.num_kv_heads, heads.head_dim, heads.block_size
-        store_heads = rotary.store_heads(tile_n, D, 2 * P * D, out_dtype, buffers)
+        store_heads = rotary.store_heads(tile_n, D, 2 * P * D, out_dtype)
         rotate, add_bias = rotary.rotate(tile_n, D), rotary.add_bias(tile_n, dtype, out_dtype)
     BLOCK_BYTES = 4 * heads.num_kv_heads * heads.block_size * heads.head_dim if to_heads else 0
     send, add_received = epilogue.send_half(tile_n), epilogue.add_half(tile_n)
@@ -168,13 +164,13 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
         else:
             bulk_load_2d(ring + u32(X_BYTES), weight, barrier, kk, column)
 
-    @kernel(threads=THREADS[resident], min_blocks=resident, shared=stages * stage_bytes + 8 * buffers * SLAB + BARRIERS,
-            cluster=cluster, min_capability=(9, 0, "a"), max_registers=MAX_REGISTERS[resident])
+    @kernel(threads=THREADS, shared=stages * stage_bytes + STAGING + BARRIERS, cluster=cluster,
+            min_capability=(9, 0, "a"), max_registers=MAX_REGISTERS)
     def gemm(x: TensorMap, weight: TensorMap, out: TensorMap, bias_values: Pointer(dtype), positions: Pointer(int32),
              slots: Pointer(int64), cos_sin: Pointer(float32), kv_cache: Pointer(dtype), scale: f32, m: i32, n: i32, k: i32):
         base = shared_address(cuda.shared.array(0, types.uint8, 1024))
         staging = base + u32(stages * stage_bytes)
-        full = staging + u32(8 * buffers * SLAB)
+        full = staging + u32(STAGING)
         empty = full + u32(8 * stages)
         received = empty + u32(8 * stages)
         tid = i32(cuda.threadIdx.x)
@@ -220,8 +216,7 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
             last_step = steps * (part + i32(1)) // i32(split)
 
         if warpgroup == i32(2):
-            if resident == 1:
-                give_registers()
+            give_registers()
             if tid == i32(256):
                 w_blocks = u32(w_mask) << u32(rank - w_place)
                 x_blocks = u32(x_mask) << u32(part * i32(share) + w_place)
@@ -265,14 +260,13 @@ def gemm_sm90_kernel(tile: Tile, dtype: DType, out_dtype: DType, bias: bool, sil
                     t += tile_step
             cuda.syncwarp()
         else:
-            if resident == 1:
-                take_registers()
+            take_registers()
             if overlap:
                 grid_dependency_wait()
             lane = u32(tid) % u32(32)
             warp = tid // i32(32)
             thread = tid % i32(128)
-            slabs = staging + u32(warp) * u32(buffers * SLAB)
+            slabs = staging + u32(warp) * u32(STAGING // 8)
             stage = i32(0)
             phase = u32(0)
             # which block of the cluster this thread tells of a stage that is free: those that copy into it
@@ -442,7 +436,7 @@ def catalogue() -> Iterator[Kernel]:
     yield gemm_sm90_kernel(wide, bfloat16, bfloat16, True, True, False)
     for tile in (wide, split):
         yield gemm_sm90_kernel(tile, bfloat16, bfloat16, True, False, True)
-    for tile in (wide, Tile(128, share_x=2, resident=2)):
+    for tile in (wide, Tile(256, share_x=2)):
         yield gemm_sm90_kernel(tile, bfloat16, float32, False, False, True)
     for tile, bias, heads in ((wide, False, Heads(32, 8, 128, 64)), (Tile(256, 2), False, Heads(32, 8, 128, 64)),
                               (Tile(128), True, Heads(28, 4, 128, 64)), (Tile(192), False, Heads(36, 36, 64, 16))):

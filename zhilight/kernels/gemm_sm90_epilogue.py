@@ -22,6 +22,9 @@ from zhilight.kernels.ptx import accumulator, assemble, f32, i32, u32, u64, void
 
 ROWS = 16
 """Rows of a warp."""
+SLABS = 2
+"""Of a warp: one is written while the copy engine reads the other."""
+SLAB_BYTES = ROWS * 128
 LOG2_E = 1.4426950408889634
 
 
@@ -40,10 +43,10 @@ def slab_starts(columns: int, out_dtype: DType) -> list[int]:
 
 
 @functools.cache
-def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, buffers: int, add: bool = False):
+def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mul: bool, add: bool = False):
     """The intrinsic (accumulator(columns), staging, lane, out map, column, row, limit, bias, n, scale) -> nothing.
 
-    staging: shared address of the warp's `buffers` slabs of 2 KB, a multiple of 1024. column, row: of the warp's first
+    staging: shared address of the warp's slabs, a multiple of 1024. column, row: of the warp's first
     output value, not negative. bias: address of bias[0], n its length (both unused without bias).
     scale: multiplies float32 outputs. add: out += in 16 bits, for rows before `limit` (unused without add).
     """
@@ -69,9 +72,9 @@ def store_tile(columns: int, dtype: DType, out_dtype: DType, bias: bool, silu_mu
             odd = emit.asm("{ .reg .u32 t; .reg .pred p; and.b32 t, $1, 1; setp.ne.u32 p, t, 0; "
                            "selp.u32 $0, 0x3276, 0x5410, p; }", [u32], [lane], [u32], memory=False)
             for index, start in enumerate(starts):
-                pending = 0 if index == 0 and len(starts) % buffers else buffers - 1
+                pending = 0 if index == 0 and len(starts) % SLABS else SLABS - 1
                 emit.asm(f"cp.async.bulk.wait_group.read {pending}; bar.warp.sync 0xffffffff;", [], [], [])
-                offset = index % buffers * ROWS * 128
+                offset = index % SLABS * SLAB_BYTES
                 stored = starts[index - 1] + slab if index else 0
                 for group in range(slab // 8):
                     if silu_mul:

@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba.cuda.extending import intrinsic
 
 from zhilight.driver.dtype import DType
-from zhilight.kernels.gemm_sm90_epilogue import Emitter
+from zhilight.kernels.gemm_sm90_epilogue import SLAB_BYTES, SLABS, Emitter
 from zhilight.kernels.ptx import accumulator, assemble, f32, i32, u32, u64, void
 
 
@@ -98,7 +98,7 @@ def rotate(columns: int, head_dim: int):
 
 
 @functools.cache
-def store_heads(columns: int, head_dim: int, head_bytes: int, dtype: DType, buffers: int):
+def store_heads(columns: int, head_dim: int, head_bytes: int, dtype: DType):
     """The intrinsic (accumulator(columns), staging, lane, out map, column, row, stored, place, four row addresses) -> nothing.
 
     As gemm_sm90_epilogue.store_tile for the first `stored` heads of the tile; those behind go to the cache. place: byte offset
@@ -119,9 +119,9 @@ def store_heads(columns: int, head_dim: int, head_bytes: int, dtype: DType, buff
                                "add.u32 $0, $0, $1; }", [u32], [staging, lane], [u32, u32], memory=False) for odd in range(2)]
             for index in range(columns // 64):
                 head, inside = divmod(64 * index, head_dim)
-                pending = 0 if index == 0 and columns // 64 % buffers else buffers - 1
+                pending = 0 if index == 0 and columns // 64 % SLABS else SLABS - 1
                 emit.asm(f"cp.async.bulk.wait_group.read {pending}; bar.warp.sync 0xffffffff;", [], [], [])
-                offset = index % buffers * 16 * 128
+                offset = index % SLABS * SLAB_BYTES
                 for group in range(0, 8, 2):
                     emit.matrix_pair(base, offset, 8 * index + group, group, 0)
                 emit.asm("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;", [], [], [])

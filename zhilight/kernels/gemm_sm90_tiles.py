@@ -16,8 +16,7 @@ class Tile:
     columns: of a tile (a multiple of 16, at most 256). share_weight: blocks of a cluster, at neighbouring row tiles, that share
     weight tiles. share_x: blocks at neighbouring column tiles that share tiles of x. split: blocks that split K, 1 or 2 (2 for
     at most 128 columns). The product of the three is at most 8. band: row tiles (of share_weight x 128) of a band of the
-    raster. resident: blocks on a multiprocessor, 1 or 2 (2 for at most 128 columns): one's epilogue and start fall under the
-    other's multiplications.
+    raster.
     """
 
     columns: int
@@ -25,12 +24,11 @@ class Tile:
     share_x: int = 1
     split: int = 1
     band: int = 8
-    resident: int = 1
 
     @property
     def label(self) -> str:
-        """Such as 128/2.1.1x2: columns / share_weight . share_x . split x resident."""
-        return f"{self.columns}/{self.share_weight}.{self.share_x}.{self.split}x{self.resident}"
+        """Such as 128/2.1.1: columns / share_weight . share_x . split."""
+        return f"{self.columns}/{self.share_weight}.{self.share_x}.{self.split}"
 
     def count(self, m: int, n: int) -> int:
         """Clusters' worth of work."""
@@ -49,7 +47,7 @@ class Tile:
 
     def at_once(self, multiprocessors: int) -> int:
         """Clusters that run at once. Clusters of 4 and 8 do not fill every GPC: they reach 120 of an H200's 132."""
-        return self.resident * (multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11) // self.cluster
+        return (multiprocessors if self.cluster <= 2 else multiprocessors * 10 // 11) // self.cluster
 
 
 COLUMNS = (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
@@ -63,7 +61,7 @@ MANY_ROWS = (512, 1024, 2048, 4096, 8192)
 MEASURED = {
     (ROWS, 4096, 14336): Tile(64, split=2),
     (ROWS, 8192, 8192): Tile(64),
-    (ROWS, 128256, 4096): Tile(128, share_x=2, resident=2),
+    (ROWS, 128256, 4096): Tile(256, share_x=2),
     (FEW_ROWS, 6144, 4096): Tile(96),
     (FEW_ROWS, 8192, 8192): Tile(128),
     (FEW_ROWS, 10240, 8192): Tile(160),
