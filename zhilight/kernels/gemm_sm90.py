@@ -3,8 +3,8 @@
 x [M, K] and weight [N, K] bf16 or fp16, rows contiguous, rows of x may be strided; sums in float32. out [M, N] in x's type, or
 float32 times `scale` (logits). With silu_mul, out [M, N / 2] = silu(y[:, 0::2]) * y[:, 1::2]: gate and up rows lie
 interleaved in weight. With add, out += y: y and the sum are each rounded to out's type, as by an addition of its own. With
-heads, q leaves rotated, and k and v go to the paged cache (gemm_sm90_rotary). N and K are multiples of 8 (N of 16 with silu_mul),
-M is any number up to 2^20.
+heads, q leaves rotated, and k and v go to the paged cache (gemm_sm90_rotary). N and K are multiples of 8 (N of 16 with
+silu_mul), M is any number up to 2^20.
 
 A block computes tiles of 128 x tile_n: one producer thread feeds a ring of shared-memory stages (64 of K each) through the
 bulk tensor copy engine, two consumer warpgroups of 64 rows each issue wgmma, mbarriers hand the stages over. The grid is
