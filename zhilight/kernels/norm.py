@@ -7,9 +7,7 @@ x, out   : [tokens, hidden] bf16 or fp16, last dimension contiguous, rows may be
 residual : [tokens, hidden], same dtype, contiguous, updated in place
 weight   : [hidden], same dtype.  hidden is a multiple of 8.
 
-Grid     one block a row, the last row first: of many rows, those that the kernel before wrote last are still in L2, and so are
-         then the first rows for the kernel behind; a thread owns 8 values (16 bytes) at a time, kept in registers between the
-         two passes
+Grid     one block a row; a thread owns 8 values (16 bytes) at a time, kept in registers between the two passes
 Traffic  add: 4 * tokens * hidden * 2 bytes (two reads, two writes); alone: half of that
 Source   Zhang and Sennrich 2019, arXiv:1910.07467
 """
@@ -62,7 +60,7 @@ def rms_norm_kernel(hidden: int, dtype: DType, add: bool, overlap: bool = False,
     def rms_norm(x: Pointer(dtype), residual: Pointer(dtype), weight: Pointer(dtype), out: Pointer(dtype), x_stride: i64,
                  out_stride: i64, eps: f32, scale: f32):
         thread = i32(cuda.threadIdx.x)
-        row = i64(cuda.gridDim.x) - i64(1) - i64(cuda.blockIdx.x)  # see the module
+        row = i64(cuda.blockIdx.x)
         sums = shared_address(cuda.shared.array(warps, types.float32))
         values = cuda.local.array((per_thread, 8), types.float32)
         gains = cuda.local.array((per_thread, 4), types.uint32)

@@ -7,9 +7,8 @@ slot_mapping : [tokens] int64, block * P + offset; -1 writes nothing
 cos_sin      : [positions, R] float32: R / 2 cosines, then R / 2 sines; R <= D values of a head rotate, value i with i + R / 2
 kv_cache     : [blocks, 2, Hkv, P, D], same dtype
 
-Grid     (tokens, items / 128), the last token first: of many, those that the kernel before wrote last are still in L2. A thread
-         owns 8 pairs of values (two 16-byte loads) of one q or k head, or of several with many tokens, for which it reads the
-         cosines and sines once; or 8 values of v or of the part of k that does not rotate
+Grid     (tokens, items / 128): a thread owns 8 pairs of values (two 16-byte loads) of one q or k head, or of several with
+         many tokens, for which it reads the cosines and sines once; or 8 values of v or of the part of k that does not rotate
 Traffic  q read and written, k and v read and written once: 2 * (Hq + 2 Hkv) * D * 2 bytes a token, and R * 4 of cos_sin
 Source   Su et al. 2021, arXiv:2104.09864; half-split pairs as in the Hugging Face checkpoints
 """
@@ -64,7 +63,7 @@ def rotary_kernel(num_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: 
     @kernel(threads=THREADS, max_registers=96, min_capability=(9, 0, "") if overlap else (8, 0, ""))
     def rotary(qkv: Pointer(dtype), positions: Pointer(int32), slot_mapping: Pointer(int64), cos_sin: Pointer(float32),
                kv_cache: Pointer(dtype), row_stride: i64):
-        token = i64(cuda.gridDim.x) - i64(1) - i64(cuda.blockIdx.x)  # see the module
+        token = i64(cuda.blockIdx.x)
         item = i32(cuda.blockIdx.y) * i32(THREADS) + i32(cuda.threadIdx.x)
         if overlap:
             grid_dependency_launch()
