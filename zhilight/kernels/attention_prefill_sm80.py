@@ -7,7 +7,7 @@ from the last tile down, with a running maximum and sum a row in float32 and exp
 one ldmatrix of K or V feeds two mma, and shared memory stays below the tensor cores' time. Masks are applied only on tiles
 that cross the diagonal, the window's edge or the end of the context.
 
-What differs is the order within a tile. The exponentials of the next 16 keys are made while the tensor cores multiply the
+Within a tile it departs from the paper: the exponentials of the next 16 keys are made while the tensor cores multiply the
 weights of those before by V (attention_mma.py), and the accumulators are rescaled only when a maximum has grown much
 (GROWTH). Few values live in registers over a tile, so that 64 keys fit: addresses are made from 32-bit offsets where they are
 used, maxima are kept scaled, and what only the end needs waits in the padding of the queries' rows.
