@@ -92,7 +92,7 @@ def main() -> None:
         if bench.runtime.capability[0] == 9 and not arguments.sm80:
             candidates["wgmma"] = [prompts.call(bench, module.launch_sm90)]
         if arguments.variants:
-            for tiling in ((2, 32, 4), (2, 64, 4)):
+            for tiling in ((2, 64, 4), (2, 32, 4), (1, 64, 4)):
                 candidates["mma m{}k{}w{}".format(*tiling)] = [prompts.call(bench, module.launch_sm80, tiling=tiling)]
         found = peers(prompts, tuple(arguments.peers))
         times = bench.compare(candidates | found, rounds=3, target_ms=6)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 
 from tests.gpu.attention_cases import Case, bfloat16, float16, torch
 from zhilight.errors import ShapeError
 from zhilight.kernels import attention_prefill as module
-from zhilight.kernels.attention_prefill_fused import prefill_fused_kernel
-
-FUSED = {"fused": (2, 64, 4, 1), "pipelined": (2, 32, 4, 2, True)}
-"""Ways of attention_prefill_fused.py, at head size 128; others take the tiles of the present kernel."""
 
 
 def run(runtime, case: Case, launch: str = "auto", first: int = 0, overlap: bool = False) -> None:
@@ -26,14 +20,11 @@ def run(runtime, case: Case, launch: str = "auto", first: int = 0, overlap: bool
         if launch == "sm90" and runtime.capability[0] != 9:
             pytest.skip("wgmma needs capability 9.0")
         kernel = module.launch_sm90 if launch == "sm90" else module.launch_sm80
-        if launch in FUSED:
-            tiling = FUSED[launch] if case.head_dim == 128 else module.sm80.TILES[case.head_dim]
-            kernel = functools.partial(kernel, factory=prefill_fused_kernel, tiling=tiling)
         kernel(runtime, query_start=case.device_query_start, chunks=chunks, overlap=overlap, **arguments)
     runtime.stream.synchronize()
 
 
-KERNELS = ["sm80", "sm90", *FUSED]
+KERNELS = ["sm80", "sm90"]
 ODD = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 257, 509]
 
 

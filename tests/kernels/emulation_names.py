@@ -28,8 +28,7 @@ def names(memory: Memory) -> dict[str, Any]:
         return running[0].block.shared
 
     exp2 = _flushed(np.exp2)
-    assembler = Assembler(memory, multiply=_multiply, pack=_pack, collective=_collective, exp2=exp2, cp_async=_cp_async,
-                          shuffle=lambda value, bits: _shuffle("xor", value, lambda lane: lane ^ bits))
+    assembler = Assembler(multiply=_multiply, pack=_pack, collective=_collective, exp2=exp2, cp_async=_cp_async)
     found = {
         "cuda": _cuda(), "i32": I32, "i64": I64, "u16": U16, "u32": U32, "u64": U64, "f32": np.float32,
         "address": lambda pointer: U64(pointer.address), "shared_address": lambda array: U32(array.address),

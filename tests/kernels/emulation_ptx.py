@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from emulation_threads import running
-from emulation_values import U32, U64, Local, Memory
+from emulation_values import U32, U64, Local
 
 from zhilight.driver.dtype import bfloat16, float16
 
@@ -20,32 +20,30 @@ Instruction = Callable[[dict[str, Any]], None]
 
 
 class Assembler:
-    """`instructions` are the emulator's own: multiply, pack, collective, shuffle, exp2 and cp_async of emulation_names.py."""
+    """`instructions` are the emulator's own: multiply, pack, collective, exp2 and cp_async of emulation_names.py."""
 
-    def __init__(self, memory: Memory, **instructions: Callable):
-        self._memory = memory
+    def __init__(self, **instructions: Callable):
         self._use = instructions
         self._assembled: dict[str, list[Instruction]] = {}
 
-    def array_assembly(self, text: str, parameters: Sequence[tuple[str, int, str]]) -> Callable:
-        """`array_assembly` of attention_fused_mma.py: operands are numbered as it says there."""
-        from zhilight.kernels.attention_fused_mma import operands
+    def array_assembly(self, lines: Sequence[str], parameters: Sequence[tuple[str, Sequence[int], str]]) -> Callable:
+        """`array_assembly` of attention_mma.py: operands are numbered as it says there."""
+        from zhilight.kernels.attention_mma import operands
 
-        code, places = self._assemble(text), operands(parameters)
+        code, places = self._assemble("\n".join(lines)), operands(parameters)
 
         def run(*arguments: Any) -> None:
             registers: dict[str, Any] = {}
             flat = [a._values.reshape(-1) if isinstance(a, Local) else [{"r": U32, "f": np.float32}[kind](a)]
                     for a, (_, _, kind) in zip(arguments, parameters, strict=True)]
-            for names, values, (mode, count, _) in zip(places, flat, parameters, strict=True):
-                assert len(values) == count
+            for names, values, (mode, elements, _) in zip(places, flat, parameters, strict=True):
                 if mode != "out":
-                    registers |= dict(zip(names, values, strict=True))
+                    registers |= {name: values[i] for name, i in zip(names, elements, strict=True)}
             for instruction in code:
                 instruction(registers)
-            for names, values, (mode, _, _) in zip(places, flat, parameters, strict=True):
+            for names, values, (mode, elements, _) in zip(places, flat, parameters, strict=True):
                 if mode in ("out", "inout"):
-                    values[:] = [registers[name] for name in names]
+                    values[list(elements)] = [registers[name] for name in names]
 
         return run
 
@@ -77,10 +75,6 @@ class Assembler:
             return self._mma(DTYPES[name.split(".")[-2]], *lists)
         if base == "ldmatrix":
             return self._ldmatrix(lists[0], *_address(parts[1]), ".trans." in name)
-        if base == "shfl":
-            assert name == "shfl.sync.bfly.b32"
-            assert parts[3:] == ["31", "0xffffffff"]
-            return self._store(parts[0], lambda value: self._use["shuffle"](value, int(parts[2])), parts[1:2])
         if base == "bar":
             assert name == "bar.warp.sync"
             return lambda registers: None  # this orders accesses too, but no kernel may rely on its fences for that
@@ -95,7 +89,7 @@ class Assembler:
             return self._store(parts[0], lambda high, low: pack(low, high), parts[1:])
         compute = {
             "fma.f32": lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
-            "add.f32": lambda a, b: np.float32(a + b), "neg.f32": lambda a: np.float32(-a), "max.f32": np.fmax,
+            "add.f32": lambda a, b: np.float32(a + b), "neg.f32": lambda a: np.float32(-a),
             "ex2.f32": self._use["exp2"], "cvt.u32": U64, "add.u64": lambda a, b: U64(int(a) + int(b)),
             "mad.u32": lambda a, b, c: U64(int(a) * int(b) + int(c)),
         }[f"{base}.{kind}"]

@@ -33,10 +33,25 @@ def test_decode_blocks_fit_the_multiprocessor(head_dim, limit):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_prefill_blocks_fit_the_smallest_device_they_run_on(head_dim):
     for block_size in BLOCK_SIZES:
-        small = sm80.prefill_sm80_kernel(bfloat16, head_dim, block_size, False, False, False, *sm80.TILES[head_dim])
-        assert small.shared + 1024 <= ADA
+        for capped in (False, True):
+            small = sm80.prefill_sm80_kernel(bfloat16, head_dim, block_size, False, capped, False,
+                                             *sm80.tiling(head_dim, block_size, capped))
+            assert small.shared + 1024 <= ADA
         large = sm90.prefill_sm90_kernel(bfloat16, head_dim, block_size, False, False, False, *sm90.TILES[head_dim])
         assert large.shared + 1024 <= HOPPER
+
+
+def test_prefill_takes_fewer_keys_only_where_the_kernel_would_spill():
+    fewer = {(head_dim, block_size, capped) for head_dim in HEAD_DIMS for block_size in BLOCK_SIZES for capped in (False, True)
+             if sm80.tiling(head_dim, block_size, capped) != sm80.TILES[head_dim]}
+    assert fewer == {(128, 128, True), (192, 128, True), *((96, block_size, True) for block_size in BLOCK_SIZES)}
+    assert sm80.tiling(128, 128, True) == (2, 32, 4)
+    assert sm80.tiling(192, 128, True) == (1, 32, 4)
+
+
+def test_a_prefill_tile_must_come_out_even():
+    with pytest.raises(ShapeError, match="32 keys"):
+        sm80.prefill_sm80_kernel(bfloat16, 80, 64, False, False, False, 2, 32, 4)
 
 
 def array(shape: tuple[int, ...], dtype: DType = bfloat16, address: int = 4096,

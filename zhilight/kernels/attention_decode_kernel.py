@@ -15,7 +15,7 @@ from numba.cuda import types as numba_types
 
 from zhilight.driver.compiler import Kernel, Pointer, kernel, kernel_factory
 from zhilight.driver.dtype import DType, float32, int32, uint32
-from zhilight.kernels.attention_mma import register_scores_mma, transposed_values_mma
+from zhilight.kernels.attention_mma import register_scores_product, transposed_values_product
 from zhilight.kernels.attention_tiles import HIDDEN, LOWEST, cap_score
 from zhilight.kernels.ptx import (
     FULL_WARP,
@@ -83,8 +83,8 @@ def attention_decode_kernel(dtype: DType, head_dim: int, block_size: int, group:
     QUADS = G * MERGE_COLUMNS // 4
     MAIN = 1 << (PIECES.bit_length() - 1)
     MERGED_PARTS = 20 if W <= 8 and D <= 128 else 8     # loads in flight when a pair is added up
-    multiply_scores = register_scores_mma(dtype, WIDE, KT, STRIDE)
-    multiply_values = transposed_values_mma(dtype, ROW_HALVES, DT, STRIDE)
+    multiply_scores = register_scores_product(dtype, WIDE, KT)
+    multiply_values = transposed_values_product(dtype, ROW_HALVES, DT)
     pack_pair = pack(dtype)
     wait_stage = cp_async_wait(STAGES - 1)
 

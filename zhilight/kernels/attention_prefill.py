@@ -12,7 +12,7 @@ Operations: 4 * D * Hq for each visible (query, key) pair; the bytes are far bel
 (attention_prefill_sm90.py), mma.sync elsewhere (attention_prefill_sm80.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -105,17 +105,17 @@ def _plan_sm90(qkv: Layout, kv_cache: Layout, block_tables: Layout, context_dtyp
 
 def launch_sm80(runtime: Runtime, qkv: Any, kv_cache: Any, block_tables: Any, context_lens: Any, query_start: Any, out: Any,
                 chunks: Chunks, num_heads: int, num_kv_heads: int, scale: float, window: int | None = None,
-                soft_cap: float | None = None, overlap: bool = False, tiling: tuple | None = None,
-                factory: Callable[..., Kernel] = sm80.prefill_sm80_kernel) -> None:
-    """The mma.sync kernel, on any device. For measurements: an entry of TILES, or another factory and what it takes there."""
+                soft_cap: float | None = None, overlap: bool = False, tiling: tuple[int, int, int] | None = None) -> None:
+    """The mma.sync kernel, on any device. tiling: an entry of attention_prefill_sm80.TILES, for measurements."""
     head_dim, block_size = check_arguments(qkv, kv_cache, block_tables, out, num_heads, num_kv_heads, window, soft_cap)
     _check_dtypes(context_lens.dtype, query_start.dtype)
-    tiling = tiling or sm80.TILES[head_dim]
+    tiling = tiling or sm80.tiling(head_dim, block_size, soft_cap is not None)
     tiles = chunks.tiles(16 * tiling[0] * tiling[2])
     if tiles == 0:
         return
     overlap = overlap and runtime.capability[0] >= 9
-    kernel = factory(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap, *tiling)
+    kernel = sm80.prefill_sm80_kernel(qkv.dtype, head_dim, block_size, window is not None, soft_cap is not None, overlap,
+                                      *tiling)
     inner, outer = (scale / soft_cap, soft_cap) if soft_cap else (1.0, scale)
     kernel.launch(tiles * num_heads, qkv.address, kv_cache.address, block_tables.address, context_lens.address,
                   query_start.address, out.address, qkv.strides[0], out.strides[0], block_tables.strides[0], chunks.first,
@@ -180,15 +180,21 @@ def check_layouts(qkv: Layout, kv_cache: Layout, block_tables: Layout, out: Layo
 
 def catalogue() -> Iterator[Kernel]:
     """Every head size, and each switch once."""
-    for head_dim, tiling in sm80.TILES.items():
-        yield sm80.prefill_sm80_kernel(bfloat16, head_dim, 64, False, False, False, *tiling)
+    for head_dim in HEAD_DIMS:
+        yield _catalogued_sm80(bfloat16, head_dim, 64)
     for block_size in (16, 32, 128):
-        yield sm80.prefill_sm80_kernel(bfloat16, 128, block_size, False, False, False, *sm80.TILES[128])
-    yield sm80.prefill_sm80_kernel(float16, 128, 64, False, False, False, *sm80.TILES[128])
-    yield sm80.prefill_sm80_kernel(bfloat16, 128, 64, True, True, False, *sm80.TILES[128])
+        yield _catalogued_sm80(bfloat16, 128, block_size)
+    yield _catalogued_sm80(float16, 128, 64)
+    yield _catalogued_sm80(bfloat16, 128, 64, True, True)
+    yield _catalogued_sm80(bfloat16, 128, 128, False, True)  # the tile of fewer keys
     for head_dim, tiling in sm90.TILES.items():
         yield sm90.prefill_sm90_kernel(bfloat16, head_dim, 64, False, False, False, *tiling)
     for block_size in (16, 32, 128):
         yield sm90.prefill_sm90_kernel(bfloat16, 128, block_size, False, False, False, *sm90.TILES[128])
     yield sm90.prefill_sm90_kernel(float16, 128, 64, False, False, False, *sm90.TILES[128])
     yield sm90.prefill_sm90_kernel(bfloat16, 128, 64, True, True, False, *sm90.TILES[128])
+
+
+def _catalogued_sm80(dtype: DType, head_dim: int, block_size: int, windowed: bool = False, capped: bool = False) -> Kernel:
+    return sm80.prefill_sm80_kernel(dtype, head_dim, block_size, windowed, capped, False,
+                                    *sm80.tiling(head_dim, block_size, capped))
