@@ -94,7 +94,7 @@ class Emulator:
         random.Random(len(indices)).shuffle(indices)
         for index in indices:
             self.memory.begin_block()
-            Block(index, sizes, kernel.threads, kernel.shared).run(kernel.function, values)
+            Block(index, kernel.threads, kernel.shared).run(kernel.function, values)
 
 
 def _launch(kernel: Kernel, grid: int | tuple[int, int, int], *arguments: Any, stream: Emulator, overlap: bool = False) -> None:

@@ -207,7 +207,6 @@ def _cuda() -> Any:
     return SimpleNamespace(
         jit=lambda **options: lambda function: function,
         threadIdx=_Index(lambda: (running[0].number, 0, 0)), blockIdx=_Index(lambda: running[0].block.index),
-        gridDim=_Index(lambda: running[0].block.grid),
         shared=SimpleNamespace(array=shared_array), local=SimpleNamespace(array=Local.make),
         ballot_sync=ballot, ffs=lambda value: I32((int(value) & -int(value)).bit_length()), shfl_sync=lane_of,
         syncthreads=syncthreads, syncwarp=syncwarp, threadfence=lambda: None, shfl_xor_sync=xor, shfl_up_sync=up)

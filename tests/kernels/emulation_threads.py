@@ -70,10 +70,10 @@ running: list[Thread | None] = [None]
 
 
 class Block:
-    """index: its place in `grid`. Its shared memory begins as NaN bytes (see `cuda.shared.array` in emulation_names.py)."""
+    """index: its place in the grid. Its shared memory begins as NaN bytes (see `cuda.shared.array` in emulation_names.py)."""
 
-    def __init__(self, index: tuple[int, int, int], grid: tuple[int, int, int], threads: int, dynamic_shared: int):
-        self.index, self.grid, self.dynamic_shared = index, grid, dynamic_shared
+    def __init__(self, index: tuple[int, int, int], threads: int, dynamic_shared: int):
+        self.index, self.dynamic_shared = index, dynamic_shared
         self.shared = Memory(20, lambda: running[0])
         self.shared_arrays: list = []
         self.meeting = Meeting(threads)

@@ -21,7 +21,7 @@ def run(function, threads: int = 64) -> None:
     def kernel() -> None:
         function(int(cuda.threadIdx.x), cuda.shared.array(64, types.uint32))
 
-    Block((0, 0, 0), (1, 1, 1), threads, 0).run(kernel, [])
+    Block((0, 0, 0), threads, 0).run(kernel, [])
 
 
 @pytest.mark.parametrize("operation", [operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.and_,
