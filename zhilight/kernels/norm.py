@@ -42,7 +42,7 @@ from zhilight.kernels.vector import WARP, block_sum, pack8, unpack8
 
 MANY_ROWS = 1024
 """From here on what counts is bytes under way on a multiprocessor, not a row's time."""
-MANY_ROWS_SPREAD = 4
+MANY_ROWS_SPREAD = 2
 
 
 @kernel_factory
