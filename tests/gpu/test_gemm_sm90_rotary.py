@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.gemm_cases import TOLERANCE, argument, make_runtime, torch
-from zhilight.kernels import gemm_sm90
-from zhilight.kernels.gemm import heads_plan
-from zhilight.kernels.gemm_sm90_rotary import Heads
-from zhilight.kernels.gemm_sm90_tiles import Tile
+torch = pytest.importorskip("torch")
+
+from gemm_cases import TOLERANCE, argument, make_runtime  # noqa: E402
+
+from zhilight.kernels import gemm_sm90  # noqa: E402
+from zhilight.kernels.gemm import heads_plan  # noqa: E402
+from zhilight.kernels.gemm_sm90_rotary import Heads  # noqa: E402
+from zhilight.kernels.gemm_sm90_tiles import Tile  # noqa: E402
 
 POISON = 12288.0  # exact in both types
 
