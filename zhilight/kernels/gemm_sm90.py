@@ -425,8 +425,8 @@ def _check(x: Layout, weight: Layout, out: Layout, bias: Layout | None, silu_mul
 
 def catalogue() -> Iterator[Kernel]:
     """Each code path once, at tiles that the shapes of models take."""
-    wide, shared, split = Tile(256), Tile(224, share_weight=2), Tile(80, share_x=2, split=2)
-    for tile in (wide, shared, split, Tile(160), Tile(112, share_weight=2, share_x=4), Tile(128, split=2)):
+    wide, shared, split = Tile(256), Tile(224, share_weight=2), Tile(80, split=2)
+    for tile in (wide, shared, split, Tile(160), Tile(128, share_x=2, split=2)):
         yield gemm_sm90_kernel(tile, bfloat16, bfloat16, False, False, True)
     yield gemm_sm90_kernel(wide, float16, float16, False, False, True)
     for tile in (wide, Tile(176), split):
@@ -438,6 +438,6 @@ def catalogue() -> Iterator[Kernel]:
         yield gemm_sm90_kernel(tile, bfloat16, bfloat16, True, False, True)
     for tile in (wide, Tile(256, share_x=2)):
         yield gemm_sm90_kernel(tile, bfloat16, float32, False, False, True)
-    for tile, bias, heads in ((wide, False, Heads(32, 8, 128, 64)), (Tile(256, 2), False, Heads(32, 8, 128, 64)),
+    for tile, bias, heads in ((Tile(256, share_weight=2), False, Heads(32, 8, 128, 64)),
                               (Tile(128), True, Heads(28, 4, 128, 64)), (Tile(192), False, Heads(36, 36, 64, 16))):
         yield gemm_sm90_kernel(tile, bfloat16, bfloat16, bias, False, True, False, heads)
