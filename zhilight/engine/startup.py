@@ -65,6 +65,7 @@ def start_engine(config: EngineConfig, offline: bool = False) -> StartedEngine:
     with _phase("model files found"):
         source = resolve_model(config.model, config.revision)
         model_config = read_model_config(source)
+    check_model_len(config, model_config)  # what is wrong already is said before a device is taken
     with _phase("device ready"):
         ops = open_device(config, model_config)
     config = replace(config, max_num_batched_tokens=token_budget(config, ops, offline))
@@ -187,13 +188,13 @@ def token_budget(config: EngineConfig, ops: Ops, offline: bool) -> int:
 
 
 def check_model_len(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Raises ConfigError for a max_model_len that the model or the step's token budget cannot honour."""
-    wanted, limit = config.max_model_len, model_config.max_context_len
+    """Raises ConfigError for a max_model_len that the model or the step's token budget, once it is known, cannot honour."""
+    wanted, limit, budget = config.max_model_len, model_config.max_context_len, config.max_num_batched_tokens
     if wanted is not None and wanted > limit:
         raise ConfigError(f"max_model_len is {wanted}; the model was made for {limit} positions. Lower it to {limit} or less.")
-    if wanted is not None and not config.enable_chunked_prefill and wanted > config.max_num_batched_tokens:
+    if wanted is not None and budget is not None and not config.enable_chunked_prefill and wanted > budget:
         raise ConfigError(
-            f"max_model_len is {wanted} and chunked prefill is off, but a step holds {config.max_num_batched_tokens} tokens: "
+            f"max_model_len is {wanted} and chunked prefill is off, but a step holds {budget} tokens: "
             "the longest prompt would never run. Raise max_num_batched_tokens, or leave enable_chunked_prefill on.")
 
 
