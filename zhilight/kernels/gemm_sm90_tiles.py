@@ -77,7 +77,8 @@ def candidates(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = Fa
 
     With many rows a block alone is as fast as clusters on a cool card (measured: within 2 % at M >= 512), so only the width is
     left to choose; but from thousands of rows on the card's power decides, and pairs that share their weights' tiles take less.
-    With few rows, tiles are too few for the machine or too narrow for wgmma unless blocks split K, and sharing saves L2 reads.
+    With few rows, tiles are too few for the machine or too narrow for wgmma unless blocks split K; sharing
+    saves L2 reads and power, rarely time.
     """
     if m > FEW_ROWS:
         alone = [Tile(columns) for columns in COLUMNS if columns >= 112]
@@ -89,7 +90,7 @@ def candidates(m: int, n: int, k: int, multiprocessors: int, silu_mul: bool = Fa
             for share_x in (1, 2):
                 for split in (1, 2):
                     tile = Tile(columns, share_weight, share_x, split)
-                    if columns % (unit * split) or columns * split > 256 or k < 256 * split or tile.cluster > 8:
+                    if columns % (unit * split) or columns * split > 256 or k < 256 * split:
                         continue
                     if split == 1 or tile.count(m, n) <= tile.at_once(multiprocessors):
                         found.append(tile)

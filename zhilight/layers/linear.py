@@ -37,7 +37,6 @@ class Linear(Module):
             return self.ops.linear_add(x, self.weight.array, add_to, bias, out=out)
         return self.ops.linear(x, self.weight.array, bias, out=out)
 
-
     def to_heads(self, x: Array, step: Step, cos_sin: Array, kv_cache: Array, num_heads: int, num_kv_heads: int) -> Array:
         """x [tokens, in_features] -> [tokens, q, k and v heads], of which q is rotated; k, rotated, and v are in kv_cache then
         (`Ops.linear_to_heads`)."""
